@@ -1,0 +1,86 @@
+"""Every error that kvferry raises or reports.
+
+KVFerryError
+|- ConfigError           400 local   a setting or argument is wrong; names field, value, what was expected
+|- CompatError           409 remote  two engines cannot exchange KV; names the field and both values
+|- PeerUnreachable       503 remote  the other side's channel does not answer, or went away
+|- TransferError         502 remote  one transfer ended without its KV
+|  |- TransferRefused    502 remote  the other side will not serve this transfer (unknown, ended, mode)
+|  |- TransferTimeout    504 remote  a stated time passed
+|- FabricError           502 local   a registration, post or read failed in the fabric
+|- EngineError           502 remote  an engine answered with a failure of its own, or not at all
+|- LaunchError           -   local   a process of ours did not start; carries its last lines
+
+`http_status` is what the router answers when the error ends a request; `hint` is what the user can do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVFerryError(Exception):
+    """Base of all. `str(error)` is one line; `hint`, if any, is a second sentence for the user."""
+
+    http_status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(KVFerryError):
+    http_status = 400
+    code = "bad_configuration"
+
+
+class CompatError(KVFerryError):
+    http_status = 409
+    code = "incompatible_engines"
+
+
+class PeerUnreachable(KVFerryError):
+    http_status = 503
+    code = "peer_unreachable"
+
+
+class TransferError(KVFerryError):
+    http_status = 502
+    code = "transfer_failed"
+
+
+class TransferRefused(TransferError):
+    code = "transfer_refused"
+
+
+class TransferTimeout(TransferError):
+    http_status = 504
+    code = "transfer_timeout"
+
+
+class FabricError(KVFerryError):
+    http_status = 502
+    code = "fabric_error"
+
+
+class EngineError(KVFerryError):
+    http_status = 502
+    code = "engine_error"
+
+
+class LaunchError(KVFerryError):
+    code = "launch_failed"
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is not one of `known`: names the nearest one."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    return ConfigError(f"{what}: unknown name {name!r}", hint=hint)

@@ -1,0 +1,223 @@
+"""Everything that travels on the side channel between two engines, and between the router and an engine.
+
+Each message is one frozen, tagged struct. A decode rank dials a prefill rank, so `Hello`, `Register`, `Cancel` and
+`Fetched` go from decode to prefill; `Welcome`, `Begin`, `Grant`, `Landed` and `Failed` come back on that connection.
+Times on the wire are durations in seconds, never points in time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvferry.ids import EngineId, LifeId, RegistrationId, TransferId
+
+Mode = Literal["push", "pull"]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    """Base of all messages; the tag on the wire is the class name."""
+
+
+class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One strided array of blocks: the KV (or only K, or only V) of one layer.
+
+    Block b, head h, token t begins at `base + b*block_stride + h*head_stride + t*token_bytes`; one head of one block
+    is `block_size*token_bytes` contiguous bytes. All in bytes.
+    """
+
+    base: int
+    block_stride: int
+    head_stride: int
+    token_bytes: int
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The paged KV memory of one rank.
+
+    `heads`: KV heads stored on this rank. `total_heads`: KV heads of the model. `divisible`: whether the tokens of one
+    head of one block lie one after the other, so that a part of a block can be addressed; where False (CPU kernels
+    pack tokens), both sides need the same block size. `fingerprint`: whatever else must be equal, by name.
+    """
+
+    planes: tuple[Plane, ...]
+    num_blocks: int
+    block_size: int
+    heads: int
+    total_heads: int
+    divisible: bool
+    device: str
+    fingerprint: dict[str, str]
+
+
+class Hello(Message):
+    """D -> P, first on a connection. `expects_*` are what D was told about P; "" and 0 mean 'not told'."""
+
+    life: LifeId
+    engine_id: EngineId
+    rank: int
+    tp_size: int
+    layout: Layout
+    agent: bytes
+    scratch: int
+    expects_engine_id: EngineId
+    expects_tp_size: int
+    silence_s: float
+
+
+class Welcome(Message):
+    """P -> D, answer to `Hello`: P has added D's agent."""
+
+    life: LifeId
+    engine_id: EngineId
+    rank: int
+    tp_size: int
+    layout: Layout
+    agent: bytes
+    scratch: int
+    silence_s: float
+
+
+class Warm(Message):
+    """Either way: my first access to your memory went through; you need not drive your agent for me any more."""
+
+
+class Refuse(Message):
+    """P -> D, answer to `Hello`: these two engines cannot exchange KV."""
+
+    code: str
+    reason: str
+
+
+class Beat(Message):
+    """Either way: I am alive. Sent when nothing else was, at a third of the other side's `silence_s`."""
+
+
+class Register(Message):
+    """D -> P: a destination for one transfer.
+
+    D wants tokens [start_token, end_token) and has for them the blocks `block_ids`, the first of which holds logical
+    block `start_token // block_size` (D's block size). `legs`: how many registrations this P rank will see for the
+    transfer in all. `start_token == end_token`: D needs nothing; P is only told that it may let go.
+    """
+
+    reg_id: RegistrationId
+    transfer_id: TransferId
+    mode: Mode
+    start_token: int
+    end_token: int
+    block_ids: tuple[int, ...]
+    legs: int
+
+
+class Cancel(Message):
+    """D -> P: D no longer wants this; P answers `Failed` (or `Landed`, if that crossed) when no write can come."""
+
+    reg_id: RegistrationId
+    reason: str
+
+
+class Fetched(Message):
+    """D -> P, pull: D's READs have ended, well or not; P's blocks are not read any more."""
+
+    reg_id: RegistrationId
+    ok: bool
+
+
+class Begin(Message):
+    """P -> D, push: WRITEs are being posted from now on."""
+
+    reg_id: RegistrationId
+
+
+class Grant(Message):
+    """P -> D, pull: read tokens [start_token, end_token) from these blocks of mine (first one: logical block
+    `start_token // block_size`, P's block size). They stay until `Fetched`."""
+
+    reg_id: RegistrationId
+    block_ids: tuple[int, ...]
+
+
+class Landed(Message):
+    """P -> D, push: every WRITE of this registration has completed."""
+
+    reg_id: RegistrationId
+    nbytes: int
+    descriptors: int
+
+
+class Failed(Message):
+    """P -> D: this registration ended without its KV, and no write to its blocks can come any more."""
+
+    reg_id: RegistrationId
+    code: str
+    reason: str
+
+
+class Describe(Message):
+    """Router -> any rank."""
+
+
+class Description(Message):
+    """Answer to `Describe`."""
+
+    engine_id: EngineId
+    life: LifeId
+    rank: int
+    tp_size: int
+    role: str
+    mode: Mode
+    block_size: int
+    version: str
+
+
+class Abandon(Message):
+    """Router -> P: this transfer has no taker any more (or its request is gone); free what it holds."""
+
+    transfer_id: TransferId
+    reason: str
+
+
+class Abandoned(Message):
+    """Answer to `Abandon`. `known`: whether P held anything for it."""
+
+    transfer_id: TransferId
+    known: bool
+
+
+class Why(Message):
+    """Router -> any rank: how did this transfer end here?"""
+
+    transfer_id: TransferId
+
+
+class Verdict(Message):
+    """Answer to `Why`. `state`: 'open', 'ok', 'failed' or 'unknown'; `code` is one of `errors.py`."""
+
+    transfer_id: TransferId
+    state: str
+    code: str
+    reason: str
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Warm
+    | Refuse
+    | Beat
+    | Register
+    | Cancel
+    | Fetched
+    | Begin
+    | Grant
+    | Landed
+    | Failed
+    | Describe
+    | Description
+    | Abandon
+    | Abandoned
+    | Why
+    | Verdict
+)

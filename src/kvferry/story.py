@@ -1,0 +1,72 @@
+"""What happened to one transfer, told by every process that touched it.
+
+Each process appends lines of JSON to its own file `<side>-<pid>.jsonl` in one folder; a story is those lines for
+one transfer id, sorted by wall-clock time. Only the thread that owns a `Story` writes to it, except that `note` may be
+called from any thread: one `write` of one line to an unbuffered append-only file is not torn.
+
+Events, in the order of the good path (side: event):
+  router: received, dispatched, prefill_done, first_token, last_token, failed
+  prefill: queued, computed, matched, posted, written, released, failed
+  decode: allocated, registered, granted, landed, failed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvferry.ids import TransferId
+
+
+class Story:
+    """Writer of one process. `folder=None` makes every call a no-op."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None, side: str, rank: int = 0) -> None:
+        self.side = side
+        self.rank = rank
+        self._fd = -1
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder) / f"{side}-{os.getpid()}.jsonl"
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    @property
+    def on(self) -> bool:
+        return self._fd >= 0
+
+    def note(self, transfer_id: TransferId | str, event: str, *, t: float | None = None, **facts: Any) -> None:
+        """Append one line. `t`: wall-clock seconds, now if absent. `facts` must be JSON values."""
+        if self._fd < 0:
+            return
+        line = {
+            "t": time.time() if t is None else t,
+            "transfer_id": transfer_id,
+            "side": self.side,
+            "rank": self.rank,
+            "event": event,
+            **facts,
+        }
+        os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_lines(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """All complete lines of all files of `folder`, file by file."""
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        for raw in path.read_bytes().split(b"\n"):
+            if raw:
+                yield json.loads(raw)
+
+
+def read_story(folder: str | os.PathLike[str], transfer_id: TransferId | str) -> list[dict[str, Any]]:
+    """The lines of one transfer, by time."""
+    lines = [line for line in read_lines(folder) if line["transfer_id"] == transfer_id]
+    return sorted(lines, key=lambda line: line["t"])
