@@ -1,4 +1,4 @@
-"""Messages <-> bytes: two magic bytes, one version byte, msgpack. Strict: an unknown version, tag or field is an error."""
+"""Messages <-> bytes: two magic bytes, one version byte, msgpack; an unknown version, tag or field is an error."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     fingerprint: dict[str, str]
 
 
-class Hello(Message):
-    """D -> P, first on a connection. `expects_*` are what D was told about P; "" and 0 mean 'not told'."""
+class Hello(Message, frozen=True):
+    """D -> P, first on a connection."""
 
     life: LifeId
     engine_id: EngineId
@@ -61,12 +61,10 @@ class Hello(Message):
     layout: Layout
     agent: bytes
     scratch: int
-    expects_engine_id: EngineId
-    expects_tp_size: int
     silence_s: float
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """P -> D, answer to `Hello`: P has added D's agent."""
 
     life: LifeId
@@ -79,22 +77,22 @@ class Welcome(Message):
     silence_s: float
 
 
-class Warm(Message):
+class Warm(Message, frozen=True):
     """Either way: my first access to your memory went through; you need not drive your agent for me any more."""
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """P -> D, answer to `Hello`: these two engines cannot exchange KV."""
 
     code: str
     reason: str
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Either way: I am alive. Sent when nothing else was, at a third of the other side's `silence_s`."""
 
 
-class Register(Message):
+class Register(Message, frozen=True):
     """D -> P: a destination for one transfer.
 
     D wants tokens [start_token, end_token) and has for them the blocks `block_ids`, the first of which holds logical
@@ -111,35 +109,35 @@ class Register(Message):
     legs: int
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """D -> P: D no longer wants this; P answers `Failed` (or `Landed`, if that crossed) when no write can come."""
 
     reg_id: RegistrationId
     reason: str
 
 
-class Fetched(Message):
+class Fetched(Message, frozen=True):
     """D -> P, pull: D's READs have ended, well or not; P's blocks are not read any more."""
 
     reg_id: RegistrationId
     ok: bool
 
 
-class Begin(Message):
+class Begin(Message, frozen=True):
     """P -> D, push: WRITEs are being posted from now on."""
 
     reg_id: RegistrationId
 
 
-class Grant(Message):
-    """P -> D, pull: read tokens [start_token, end_token) from these blocks of mine (first one: logical block
-    `start_token // block_size`, P's block size). They stay until `Fetched`."""
+class Grant(Message, frozen=True):
+    """P -> D, pull: read what you registered for from these blocks of mine, logical block 0 first. They stay until
+    `Fetched`, to which P answers `Landed` if they did stay, or `Failed`."""
 
     reg_id: RegistrationId
     block_ids: tuple[int, ...]
 
 
-class Landed(Message):
+class Landed(Message, frozen=True):
     """P -> D, push: every WRITE of this registration has completed."""
 
     reg_id: RegistrationId
@@ -147,7 +145,7 @@ class Landed(Message):
     descriptors: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """P -> D: this registration ended without its KV, and no write to its blocks can come any more."""
 
     reg_id: RegistrationId
@@ -155,11 +153,11 @@ class Failed(Message):
     reason: str
 
 
-class Describe(Message):
+class Describe(Message, frozen=True):
     """Router -> any rank."""
 
 
-class Description(Message):
+class Description(Message, frozen=True):
     """Answer to `Describe`."""
 
     engine_id: EngineId
@@ -172,27 +170,27 @@ class Description(Message):
     version: str
 
 
-class Abandon(Message):
+class Abandon(Message, frozen=True):
     """Router -> P: this transfer has no taker any more (or its request is gone); free what it holds."""
 
     transfer_id: TransferId
     reason: str
 
 
-class Abandoned(Message):
+class Abandoned(Message, frozen=True):
     """Answer to `Abandon`. `known`: whether P held anything for it."""
 
     transfer_id: TransferId
     known: bool
 
 
-class Why(Message):
+class Why(Message, frozen=True):
     """Router -> any rank: how did this transfer end here?"""
 
     transfer_id: TransferId
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True):
     """Answer to `Why`. `state`: 'open', 'ok', 'failed' or 'unknown'; `code` is one of `errors.py`."""
 
     transfer_id: TransferId

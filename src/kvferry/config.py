@@ -1,0 +1,105 @@
+"""What a user may set in `kv_connector_extra_config`. Frozen, strict: an unknown key names its nearest known one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import ConfigError, unknown_name
+from kvferry.protocol.messages import Mode
+
+DEFAULT_SIDE_CHANNEL_PORT = 5600  # vLLM's own NIXL default
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times in seconds. Each default is stated here only."""
+
+    mode: Mode = "push"
+    """Who posts: 'push' = prefill WRITEs, 'pull' = decode READs. A request may name its own; both sides must agree."""
+
+    background: bool = True
+    """False (pull on the decode side only): plan, post and poll inside the engine loop, as upstream's pull does."""
+
+    side_channel_host: str = ""
+    """Address to listen on and to be reached at. Empty: $VLLM_NIXL_SIDE_CHANNEL_HOST, else 127.0.0.1."""
+
+    side_channel_port: int = 0
+    """Port of rank 0; rank r listens on port + r. 0: $VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600."""
+
+    peers: tuple[str, ...] = ()
+    """Prefill side channels, 'host:port', that a decode engine connects to at start, off the first request's path."""
+
+    lease_s: float = 30.0
+    """Prefill keeps a finished request's blocks this long for a decode engine to come; also the silence after which
+    either side takes the other for dead. vLLM's NIXL lease is 30 s too."""
+
+    registration_timeout_s: float = 30.0
+    """A registration waits this long at prefill for its request to show up there (router queues included)."""
+
+    connect_timeout_s: float = 4.0
+    """For a decode rank to reach a prefill rank it isn't connected to; short, since a request waits."""
+
+    prefill_timeout_s: float = 300.0
+    """From registration until prefill delivers: queueing and computing included."""
+
+    transfer_timeout_s: float = 60.0
+    """From the first post until everything has landed."""
+
+    idle_wait_ms: float = 20.0
+    """Longest sleep of an engine step that has no model work, while a transfer is open; a transfer's end cuts it
+    short. vLLM alone would step a thousand times a second."""
+
+    backends: tuple[str, ...] = ("UCX",)
+    """NIXL backends."""
+
+    num_threads: int = 0
+    """NIXL backend worker threads; 0: none, our transfer thread drives the agent."""
+
+    story_dir: str = ""
+    """Folder for per-transfer event lines (see `kvferry story`). Empty: off."""
+
+    audit: bool = False
+    """Write a SHA-256 of every transferred block to the story on both sides. For tests: reads all bytes twice."""
+
+
+def _fields() -> list[str]:
+    return [field.name for field in msgspec.structs.fields(ConnectorConfig)]
+
+
+def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ConnectorConfig:
+    """Read and check `kv_connector_extra_config`. Raises `ConfigError` naming field, value and what was expected."""
+    for key in extra:
+        if key not in _fields():
+            raise unknown_name("kv_connector_extra_config", key, _fields())
+    try:
+        config = msgspec.convert(dict(extra), ConnectorConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}", hint="see docs/configuration.md") from None
+    host = config.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "") or "127.0.0.1"
+    port = config.side_channel_port or int(environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")) or DEFAULT_SIDE_CHANNEL_PORT
+    config = msgspec.structs.replace(config, side_channel_host=host.strip("[]"), side_channel_port=port)
+    if not 0 < port < 65536:
+        raise ConfigError(f"side_channel_port: {port}", hint="expected 1 to 65535")
+    for name in ("lease_s", "registration_timeout_s", "connect_timeout_s", "prefill_timeout_s", "transfer_timeout_s"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{name}: {getattr(config, name)}", hint="expected seconds above 0")
+    if not 0 <= config.idle_wait_ms <= 1000:
+        raise ConfigError(f"idle_wait_ms: {config.idle_wait_ms}", hint="expected 0 to 1000")
+    if not config.background and config.mode != "pull":
+        raise ConfigError(f"background: false with mode {config.mode!r}", hint="only pull can post in the engine loop")
+    for peer in config.peers:
+        parse_address(peer, "peers")
+    return config
+
+
+def parse_address(text: str, field: str) -> tuple[str, int]:
+    """'host:port' or '[v6]:port' -> (host, port). Raises `ConfigError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{field}: {text!r}", hint="expected host:port, for example 127.0.0.1:5600")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(f"{field}: {text!r}", hint=f"write an IPv6 address in brackets: [{host}]:{port}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,387 @@
+"""Decode side: one request's KV on its way in. Pure: events in, instructions out.
+
+A *landing* is one request on this D rank; it has one leg for each P rank that holds a part of what it needs. It is
+over, once, when every leg is over and nothing can write to (or be read into) its blocks any more; it went well only if
+every leg did. The first leg to fail cancels the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvferry.ids import RegistrationId, TransferId
+from kvferry.protocol.lease import Deadlines
+from kvferry.protocol.messages import Cancel, Fetched, Message, Mode, Register
+from kvferry.protocol.rendezvous import Note, PeerKey, Send
+from kvferry.protocol.table import Table, transition
+
+RequestKey = str
+
+
+class Leg(Enum):
+    DIALING = auto()  # the peer isn't connected yet
+    REGISTERED = auto()  # P knows the destination
+    LANDING = auto()  # push: WRITEs are coming
+    READING = auto()  # pull: our READs are posted
+    CONFIRMING = auto()  # pull: read; P has yet to say that its blocks held still
+    CANCELLING = auto()  # P has yet to say that no write can come
+    DRAINING = auto()  # ended, but our READs have not
+    LANDED = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The peer is up."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """P's `Begin`."""
+
+
+@dataclass(frozen=True)
+class Granted:
+    """P's `Grant`."""
+
+
+@dataclass(frozen=True)
+class LandedByPeer:
+    """P's `Landed`."""
+
+
+@dataclass(frozen=True)
+class FailedByPeer:
+    """P's `Failed`."""
+
+
+@dataclass(frozen=True)
+class ReadDone:
+    """Every READ of the leg completed."""
+
+
+@dataclass(frozen=True)
+class ReadFailed:
+    """The READs ended, at least one badly, and none is in flight any more."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The request was aborted, a time limit passed, or a sibling leg failed."""
+
+
+@dataclass(frozen=True)
+class PeerGone:
+    """P is dead or cut off: it can't write any more."""
+
+
+_OVER = (Leg.LANDED, Leg.FAILED)
+LEG_TABLE: Table = {
+    (Leg.DIALING, Connected): (Leg.REGISTERED, "register"),
+    (Leg.DIALING, Stop): (Leg.FAILED, ""),
+    (Leg.DIALING, PeerGone): (Leg.FAILED, ""),
+    (Leg.REGISTERED, Begun): (Leg.LANDING, "landing"),
+    (Leg.REGISTERED, Granted): (Leg.READING, "read"),
+    (Leg.REGISTERED, LandedByPeer): (Leg.LANDED, ""),
+    (Leg.REGISTERED, FailedByPeer): (Leg.FAILED, ""),
+    (Leg.REGISTERED, Stop): (Leg.CANCELLING, "cancel"),
+    (Leg.REGISTERED, PeerGone): (Leg.FAILED, ""),
+    (Leg.LANDING, LandedByPeer): (Leg.LANDED, ""),
+    (Leg.LANDING, FailedByPeer): (Leg.FAILED, ""),
+    (Leg.LANDING, Stop): (Leg.CANCELLING, "cancel"),
+    (Leg.LANDING, PeerGone): (Leg.FAILED, ""),
+    (Leg.READING, ReadDone): (Leg.CONFIRMING, "fetched"),
+    (Leg.READING, ReadFailed): (Leg.FAILED, "unfetched"),
+    (Leg.READING, FailedByPeer): (Leg.DRAINING, ""),
+    (Leg.READING, Stop): (Leg.DRAINING, ""),
+    (Leg.READING, PeerGone): (Leg.DRAINING, ""),
+    (Leg.DRAINING, ReadDone): (Leg.FAILED, "unfetched"),
+    (Leg.DRAINING, ReadFailed): (Leg.FAILED, "unfetched"),
+    (Leg.DRAINING, FailedByPeer): (Leg.DRAINING, ""),
+    (Leg.DRAINING, Stop): (Leg.DRAINING, ""),
+    (Leg.DRAINING, PeerGone): (Leg.DRAINING, ""),
+    (Leg.CONFIRMING, LandedByPeer): (Leg.LANDED, ""),
+    (Leg.CONFIRMING, FailedByPeer): (Leg.FAILED, ""),
+    (Leg.CONFIRMING, Stop): (Leg.CONFIRMING, ""),
+    (Leg.CONFIRMING, PeerGone): (Leg.FAILED, ""),
+    (Leg.CANCELLING, Begun): (Leg.CANCELLING, ""),
+    (Leg.CANCELLING, Granted): (Leg.CANCELLING, ""),
+    (Leg.CANCELLING, LandedByPeer): (Leg.FAILED, ""),
+    (Leg.CANCELLING, FailedByPeer): (Leg.FAILED, ""),
+    (Leg.CANCELLING, Stop): (Leg.CANCELLING, ""),
+    (Leg.CANCELLING, PeerGone): (Leg.FAILED, ""),
+}
+
+
+@dataclass(frozen=True)
+class StartRead:
+    """Plan and post READs of tokens [start_token, end_token) from P's blocks into ours."""
+
+    peer: PeerKey
+    register: Register
+    source_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CutPeer:
+    """P didn't answer a `Cancel` in time: cut the connection that could still write, then say `peer_gone`."""
+
+    peer: PeerKey
+    reason: str
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What one request needs on this D rank, and from whom."""
+
+    request: RequestKey
+    transfer_id: TransferId
+    mode: Mode
+    start_token: int
+    end_token: int
+    block_ids: tuple[int, ...]
+    peers: tuple[tuple[PeerKey, int], ...]  # (P rank's key, registrations that this P rank will see in all)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The landing is over. Exactly one per landing."""
+
+    destination: Destination
+    ok: bool
+    code: str
+    reason: str
+
+
+Instruction = Send | StartRead | CutPeer | Outcome | Note
+
+
+@dataclass
+class _Leg:
+    peer: PeerKey
+    register: Register
+    state: Leg = Leg.DIALING
+
+
+@dataclass
+class _Landing:
+    destination: Destination
+    legs: dict[RegistrationId, _Leg] = field(default_factory=dict)
+    code: str = ""
+    reason: str = ""
+
+    def over(self) -> bool:
+        return all(leg.state in _OVER for leg in self.legs.values())
+
+
+class Landings:
+    """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
+
+    `dial_s`: limit for the peer to come up; `prefill_s`: from registered until P begins; `transfer_s`: from P's begin
+    until landed; `fence_s`: for P to acknowledge a cancel, after which the peer is cut off.
+    """
+
+    def __init__(self, *, dial_s: float, prefill_s: float, transfer_s: float, fence_s: float) -> None:
+        self.dial_s, self.prefill_s, self.transfer_s, self.fence_s = dial_s, prefill_s, transfer_s, fence_s
+        self._landings: dict[RequestKey, _Landing] = {}
+        self._by_reg: dict[RegistrationId, RequestKey] = {}
+        self._next_reg = 1
+        self._deadlines: Deadlines[RegistrationId] = Deadlines()
+
+    # -- the engine's side ------------------------------------------------------------------------------------------
+
+    def open(self, destination: Destination, up: set[PeerKey], now: float) -> list[Instruction]:
+        """A request's blocks are allocated. `up`: which of its peers are connected already."""
+        key = destination.request
+        if key in self._landings:
+            return []
+        landing = self._landings[key] = _Landing(destination)
+        for peer, legs in destination.peers:
+            reg_id = RegistrationId(self._next_reg)
+            self._next_reg += 1
+            register = Register(
+                reg_id=reg_id,
+                transfer_id=destination.transfer_id,
+                mode=destination.mode,
+                start_token=destination.start_token,
+                end_token=destination.end_token,
+                block_ids=destination.block_ids,
+                legs=legs,
+            )
+            landing.legs[reg_id] = _Leg(peer, register)
+            self._by_reg[reg_id] = key
+            self._deadlines.set(reg_id, now + self.dial_s)
+        out: list[Instruction] = []
+        for leg in list(landing.legs.values()):
+            if leg.peer in up:
+                out += self._apply(landing, leg, Connected(), now)
+        return out
+
+    def cancel(self, request: RequestKey, reason: str, now: float) -> list[Instruction]:
+        """The engine gave the request up; its blocks go back when `Outcome` comes. Unknown requests: nothing."""
+        landing = self._landings.get(request)
+        return [] if landing is None else self._stop(landing, "cancelled", reason, now)
+
+    # -- the prefill rank's side ------------------------------------------------------------------------------------
+
+    def connected(self, peer: PeerKey, now: float) -> list[Instruction]:
+        return self._to_peer_legs(peer, Connected(), now, only=Leg.DIALING)
+
+    def peer_gone(self, peer: PeerKey, code: str, reason: str, now: float) -> list[Instruction]:
+        return self._to_peer_legs(peer, PeerGone(), now, code=code, reason=reason)
+
+    def begun(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, Begun(), now)
+
+    def granted(self, reg_id: RegistrationId, block_ids: tuple[int, ...], now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, Granted(), now, block_ids=block_ids)
+
+    def landed(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, LandedByPeer(), now)
+
+    def failed(self, reg_id: RegistrationId, code: str, reason: str, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, FailedByPeer(), now, code=code, reason=reason)
+
+    # -- the fabric's side ------------------------------------------------------------------------------------------
+
+    def read_done(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, ReadDone(), now)
+
+    def read_failed(self, reg_id: RegistrationId, reason: str, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, ReadFailed(), now, code="read_failed", reason=reason)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def next_due(self) -> float | None:
+        return self._deadlines.next_due()
+
+    def tick(self, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for reg_id in self._deadlines.lapsed(now):
+            landing = self._landings[self._by_reg[reg_id]]
+            leg = landing.legs[reg_id]
+            if leg.state in (Leg.CANCELLING, Leg.CONFIRMING):
+                reason = f"no acknowledgement within {self.fence_s:g} s"
+                out.append(CutPeer(leg.peer, reason))
+            elif leg.state is Leg.DIALING:
+                out += self._stop(landing, "peer_unreachable", f"not connected within {self.dial_s:g} s", now)
+            elif leg.state is Leg.REGISTERED:
+                reason = f"prefill did not deliver within {self.prefill_s:g} s of the registration"
+                out += self._stop(landing, "transfer_timeout", reason, now)
+            else:
+                reason = f"the transfer took more than {self.transfer_s:g} s"
+                out += self._stop(landing, "transfer_timeout", reason, now)
+        return out
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    def is_open(self, transfer_id: TransferId) -> bool:
+        return any(landing.destination.transfer_id == transfer_id for landing in self._landings.values())
+
+    def open_count(self) -> int:
+        return len(self._landings)
+
+    def incoming(self) -> int:
+        """Legs whose bytes another rank is moving now: our agent must be driven."""
+        return sum(leg.state is Leg.LANDING for one in self._landings.values() for leg in one.legs.values())
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _to_peer_legs(
+        self, peer: PeerKey, event: object, now: float, *, only: Leg | None = None, code: str = "", reason: str = ""
+    ) -> list[Instruction]:
+        out: list[Instruction] = []
+        for landing in list(self._landings.values()):
+            for leg in list(landing.legs.values()):
+                if leg.peer == peer and leg.state not in _OVER and only in (None, leg.state):
+                    out += self._apply(landing, leg, event, now, code=code, reason=reason)
+        return out
+
+    def _to_leg(
+        self,
+        reg_id: RegistrationId,
+        event: object,
+        now: float,
+        *,
+        block_ids: tuple[int, ...] = (),
+        code: str = "",
+        reason: str = "",
+    ) -> list[Instruction]:
+        key = self._by_reg.get(reg_id)
+        if key is None:
+            return []  # about a landing that is over: late or twice
+        landing = self._landings[key]
+        leg = landing.legs[reg_id]
+        if leg.state in _OVER:
+            return []
+        return self._apply(landing, leg, event, now, block_ids=block_ids, code=code, reason=reason)
+
+    def _stop(self, landing: _Landing, code: str, reason: str, now: float) -> list[Instruction]:
+        if not landing.code:
+            landing.code, landing.reason = code, reason
+        out: list[Instruction] = []
+        for leg in list(landing.legs.values()):
+            if leg.state not in _OVER:
+                out += self._apply(landing, leg, Stop(), now)
+        return out
+
+    def _apply(
+        self,
+        landing: _Landing,
+        leg: _Leg,
+        event: object,
+        now: float,
+        *,
+        block_ids: tuple[int, ...] = (),
+        code: str = "",
+        reason: str = "",
+    ) -> list[Instruction]:
+        target, action = transition(LEG_TABLE, "decode leg", leg.state, event)
+        assert isinstance(target, Leg)
+        if code and not landing.code:
+            landing.code, landing.reason = code, reason
+        changed = target is not leg.state
+        leg.state = target
+        reg_id, where = leg.register.reg_id, landing.destination
+        out: list[Instruction] = []
+        if action == "register":
+            out += [Send(leg.peer, leg.register), Note(where.transfer_id, "registered")]
+        elif action == "landing":
+            out.append(Note(where.transfer_id, "landing"))
+        elif action == "read":
+            out += [StartRead(leg.peer, leg.register, block_ids), Note(where.transfer_id, "granted")]
+        elif action in ("fetched", "unfetched"):
+            out.append(Send(leg.peer, Fetched(reg_id=reg_id, ok=action == "fetched")))
+        elif action == "cancel":
+            out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
+        if changed:
+            self._set_deadline(reg_id, target, now)
+        if target is Leg.FAILED:
+            out += self._stop(landing, code or "transfer_failed", reason or "transfer failed", now)
+        if changed and target in _OVER and landing.over() and where.request in self._landings:
+            out += self._close(landing)
+        return out
+
+    def _set_deadline(self, reg_id: RegistrationId, state: Leg, now: float) -> None:
+        limit = {
+            Leg.REGISTERED: self.prefill_s,
+            Leg.LANDING: self.transfer_s,
+            Leg.READING: self.transfer_s,
+            Leg.CONFIRMING: self.fence_s,
+            Leg.CANCELLING: self.fence_s,
+        }.get(state)
+        if limit is None:
+            self._deadlines.clear(reg_id)
+        else:
+            self._deadlines.set(reg_id, now + limit)
+
+    def _close(self, landing: _Landing) -> list[Instruction]:
+        where = landing.destination
+        del self._landings[where.request]
+        for reg_id in landing.legs:
+            del self._by_reg[reg_id]
+            self._deadlines.clear(reg_id)
+        ok = all(leg.state is Leg.LANDED for leg in landing.legs.values()) and not landing.code
+        note = Note(where.transfer_id, "landed" if ok else "failed", landing.reason)
+        return [note, Outcome(where, ok, landing.code, landing.reason)]

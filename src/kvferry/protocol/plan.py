@@ -1,0 +1,201 @@
+"""From two paged KV memories to the list of memory regions to copy.
+
+The unit is a piece: min(P's block size, D's block size) tokens of one head of one plane, contiguous on both sides.
+`plan` sorts the pieces by D's address and joins neighbours; `naive`, its plain twin, is the tests' oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import KVFerryError
+from kvferry.protocol.layout import HeadShare
+from kvferry.protocol.messages import Layout
+
+U64 = NDArray[np.uint64]
+
+
+class PlanError(KVFerryError):
+    """A transfer was asked for that the two layouts or the given blocks cannot serve."""
+
+    http_status = 502
+    code = "bad_plan"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Regions to copy: `nbytes[i]` bytes from address `src[i]` of P to address `dst[i]` of D. All (N,) uint64."""
+
+    src: U64
+    dst: U64
+    nbytes: U64
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum())
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.nbytes)
+
+
+def plan(
+    src: Layout,
+    dst: Layout,
+    share: HeadShare,
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    start_token: int,
+    end_token: int,
+) -> Plan:
+    """The fewest regions that bring tokens [start_token, end_token) of the heads of `share` from P to D.
+
+    `src`, `dst`: layouts that passed `check_compatible`. `src_block_ids[0]` holds P's logical block
+    `start_token // src.block_size`, `dst_block_ids[0]` D's logical block `start_token // dst.block_size`; ids beyond
+    `end_token` are ignored; D's ids must be distinct. The last piece moves whole, so up to a piece less one token past
+    `end_token` is written in D's last block, and nothing after it.
+
+    The result ascends in `dst`, its regions are disjoint there, and no two of them could be one, except across planes
+    that do not interleave: those may be separate allocations that only happen to be neighbours, and the fabric cannot
+    reach across two registrations.
+
+    Raises `PlanError` if `start_token` is not a multiple of D's block size, an id that is needed is missing or out of
+    range, or the heads of `share` are not there. Empty if `share.count == 0` or `start_token == end_token`.
+    """
+    if share.count == 0 or start_token == end_token:
+        return _list_of([])
+    _check(src, dst, share, src_block_ids, dst_block_ids, start_token, end_token)
+    piece = min(src.block_size, dst.block_size)
+    tokens = np.arange(start_token, end_token, piece, dtype=np.int64)
+    source, target = _columns(src), _columns(dst)
+    heads, nbytes = share.count, piece * target.token_bytes
+    if _heads_adjoin(source, nbytes) and _heads_adjoin(target, nbytes):
+        heads, nbytes = 1, nbytes * np.uint64(share.count)
+    from_ = _addresses(src, source, share.src_head_start, heads, src_block_ids, tokens)
+    to = _addresses(dst, target, share.dst_head_start, heads, dst_block_ids, tokens)
+    group = _interleaving(src, source) * len(src.planes) + _interleaving(dst, target)
+    return _merged(from_, to, nbytes, group)
+
+
+def naive(
+    src: Layout,
+    dst: Layout,
+    share: HeadShare,
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    start_token: int,
+    end_token: int,
+) -> Plan:
+    """What `plan` does, one region per plane, head and piece, nothing joined. Same arguments and errors."""
+    if share.count == 0 or start_token == end_token:
+        return _list_of([])
+    _check(src, dst, share, src_block_ids, dst_block_ids, start_token, end_token)
+    piece = min(src.block_size, dst.block_size)
+    regions = []
+    for a, b in zip(src.planes, dst.planes, strict=True):
+        for head in range(share.count):
+            for token in range(start_token, end_token, piece):
+                src_block = src_block_ids[token // src.block_size - start_token // src.block_size]
+                dst_block = dst_block_ids[token // dst.block_size - start_token // dst.block_size]
+                src_at = a.base + src_block * a.block_stride + (share.src_head_start + head) * a.head_stride
+                dst_at = b.base + dst_block * b.block_stride + (share.dst_head_start + head) * b.head_stride
+                src_at += token % src.block_size * a.token_bytes
+                dst_at += token % dst.block_size * b.token_bytes
+                regions.append((src_at, dst_at, piece * b.token_bytes))
+    return _list_of(regions)
+
+
+def _list_of(regions: list[tuple[int, int, int]]) -> Plan:
+    table = np.array(regions, dtype=np.uint64).reshape(-1, 3)
+    return Plan(src=table[:, 0].copy(), dst=table[:, 1].copy(), nbytes=table[:, 2].copy())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """The planes of a layout as (planes,) uint64 columns, in bytes."""
+
+    base: U64
+    block_stride: U64
+    head_stride: U64
+    token_bytes: U64
+
+
+def _columns(layout: Layout) -> _Columns:
+    rows = [(p.base, p.block_stride, p.head_stride, p.token_bytes) for p in layout.planes]
+    return _Columns(*np.array(rows, dtype=np.uint64).reshape(-1, 4).T)
+
+
+def _heads_adjoin(planes: _Columns, head_bytes: U64) -> bool:
+    """Whether each plane's heads lie without a gap, `head_bytes` apart; never so on a side with bigger blocks."""
+    return bool(np.all(planes.head_stride == head_bytes))
+
+
+def _addresses(
+    layout: Layout, planes: _Columns, first_head: int, heads: int, block_ids: Sequence[int], tokens: NDArray[np.int64]
+) -> U64:
+    """(planes, pieces, heads) uint64: where the piece that begins at each of `tokens` lies."""
+    logical = tokens // layout.block_size - tokens[0] // layout.block_size
+    block = np.array(block_ids[: int(logical[-1]) + 1], dtype=np.uint64)[logical]
+    offset = (tokens % layout.block_size).astype(np.uint64)
+    head = np.arange(first_head, first_head + heads, dtype=np.uint64)
+    at = planes.base[:, None] + planes.block_stride[:, None] * block + planes.token_bytes[:, None] * offset
+    result: U64 = at[:, :, None] + (planes.head_stride[:, None] * head)[:, None, :]
+    return result
+
+
+def _interleaving(layout: Layout, planes: _Columns) -> NDArray[np.int64]:
+    """(planes,) int64: equal for planes whose address ranges overlap, which can only be parts of one allocation."""
+    order = np.argsort(planes.base, kind="stable")
+    last_head = planes.block_stride * (layout.num_blocks - 1) + planes.head_stride * (layout.heads - 1)
+    end = planes.base + last_head + planes.token_bytes * layout.block_size
+    reach = np.maximum.accumulate(end[order])
+    group = np.zeros(len(order), dtype=np.int64)
+    group[order[1:]] = np.cumsum(planes.base[order[1:]] >= reach[:-1])
+    return group
+
+
+def _merged(src: U64, dst: U64, nbytes: U64, group: NDArray[np.int64]) -> Plan:
+    """Joins pieces that are neighbours on both sides. `src`, `dst`: (planes, ...); `nbytes`, `group`: (planes,)."""
+    per_plane = src.size // len(nbytes)
+    order = np.argsort(dst, axis=None, kind="stable")
+    s, d = src.ravel()[order], dst.ravel()[order]
+    plane = order // per_plane
+    n, g = nbytes[plane], group[plane]
+    joins = (s[:-1] + n[:-1] == s[1:]) & (d[:-1] + n[:-1] == d[1:]) & (g[:-1] == g[1:])
+    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    return Plan(src=s[first], dst=d[first], nbytes=np.add.reduceat(n, first))
+
+
+def _check(
+    src: Layout,
+    dst: Layout,
+    share: HeadShare,
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    start_token: int,
+    end_token: int,
+) -> None:
+    small, large = sorted((src.block_size, dst.block_size))
+    if small < 1 or large % small or not src.planes or len(src.planes) != len(dst.planes):
+        raise PlanError("the two layouts do not fit each other", hint="check_compatible tells why")
+    if not 0 <= start_token < end_token:
+        raise PlanError(f"tokens [{start_token}, {end_token}) are not a range")
+    if start_token % dst.block_size:
+        raise PlanError(f"start_token {start_token} is not a multiple of D's block size {dst.block_size}")
+    for side, layout, head, ids in (
+        ("P", src, share.src_head_start, src_block_ids),
+        ("D", dst, share.dst_head_start, dst_block_ids),
+    ):
+        if share.count < 0 or head < 0 or head + share.count > layout.heads:
+            raise PlanError(f"{side} stores {layout.heads} heads, but the share names {share.count} from {head} on")
+        need = (end_token - 1) // layout.block_size - start_token // layout.block_size + 1
+        if len(ids) < need:
+            raise PlanError(f"{side}: tokens [{start_token}, {end_token}) need {need} blocks, {len(ids)} are given")
+        used = ids[:need]
+        if min(used) < 0 or max(used) >= layout.num_blocks:
+            wrong = next(i for i in used if not 0 <= i < layout.num_blocks)
+            raise PlanError(f"{side}: block {wrong} is outside of its {layout.num_blocks} blocks")

@@ -1,0 +1,241 @@
+"""The side channel: small messages between ranks, over ZMQ, with one place to sleep.
+
+`ZmqChannel` belongs to one thread, except `wake`, which any thread may call. A rank listens on one port (ROUTER) and
+dials others (one DEALER each). `poll` sleeps on all of them and on the wake-up descriptor, and tells when a connection
+came up or went away: on dialled ones from the socket's monitor; on incoming ones when a disconnect was seen and the
+identity can no longer be routed to. ZMQ reconnects dialled sockets by itself; every new connection is reported as
+`Up`, and both sides then greet anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.errors import ConfigError
+from kvferry.transfer.inquiry import endpoint
+
+ChannelKey = str
+
+
+@dataclass(frozen=True)
+class Up:
+    """A dialled connection is made (again)."""
+
+    key: ChannelKey
+
+
+@dataclass(frozen=True)
+class Down:
+    """A connection went away."""
+
+    key: ChannelKey
+
+
+@dataclass(frozen=True)
+class Got:
+    key: ChannelKey
+    data: bytes
+
+
+Event = Up | Down | Got
+
+
+class Channel(Protocol):
+    """What the transfer core needs of a side channel."""
+
+    def dial(self, host: str, port: int) -> ChannelKey:
+        """Start connecting; the same address gives the same key. Never waits."""
+
+    def send(self, key: ChannelKey, data: bytes) -> bool:
+        """False if there is no such connection now."""
+
+    def hang_up(self, key: ChannelKey) -> None:
+        """Close a dialled connection, forget an incoming one."""
+
+    def poll(self, timeout_s: float | None) -> Sequence[Event]:
+        """What happened since; waits up to `timeout_s` for something (None: for ever)."""
+
+    def wake(self) -> None:
+        """End the present or next `poll`. Any thread."""
+
+    def close(self) -> None: ...
+
+
+class ZmqChannel:
+    """Listens on `host:port` (0: any free port) from construction on.
+
+    Raises `ConfigError` if the address is taken or not ours.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._router.ipv6 = ":" in host
+        self._router.router_mandatory = True
+        self._router.sndhwm = self._router.rcvhwm = 0
+        try:
+            if port:
+                self._router.bind(endpoint(host, port))
+            else:
+                port = self._router.bind_to_random_port(endpoint(host, 0).rsplit(":", 1)[0])
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error}"
+            hint = "set side_channel_port in kv_connector_extra_config to a free port, or stop what listens there"
+            raise ConfigError(f"side channel {host}:{port} {why}", hint=hint) from None
+        self.host, self.port = host, port
+        self._router_monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._incoming: dict[ChannelKey, bytes] = {}
+        self._dialled: dict[ChannelKey, zmq.Socket[bytes]] = {}
+        self._monitors: dict[ChannelKey, zmq.Socket[bytes]] = {}
+        self._up: set[ChannelKey] = set()
+        self._poller = zmq.Poller()
+        for source in (self._router, self._router_monitor, self._wake_fd):
+            self._poller.register(source, zmq.POLLIN)
+
+    def dial(self, host: str, port: int) -> ChannelKey:
+        key = f"out:{host}:{port}"
+        if key in self._dialled:
+            return key
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.ipv6 = ":" in host
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.reconnect_ivl = 50
+        socket.reconnect_ivl_max = 1000
+        socket.identity = secrets.token_bytes(12)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        monitor = socket.get_monitor_socket(events)
+        socket.connect(endpoint(host, port))
+        self._dialled[key], self._monitors[key] = socket, monitor
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return key
+
+    def send(self, key: ChannelKey, data: bytes) -> bool:
+        if key in self._dialled:
+            if key not in self._up:
+                return False
+            self._dialled[key].send(data, zmq.DONTWAIT)
+            return True
+        identity = self._incoming.get(key)
+        if identity is None:
+            return False
+        try:
+            self._router.send_multipart([identity, data], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
+                del self._incoming[key]
+                return False
+            raise
+        return True
+
+    def hang_up(self, key: ChannelKey) -> None:
+        self._incoming.pop(key, None)
+        socket = self._dialled.pop(key, None)
+        if socket is None:
+            return
+        monitor = self._monitors.pop(key)
+        self._up.discard(key)
+        self._poller.unregister(socket)
+        self._poller.unregister(monitor)
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close(linger=0)
+
+    def poll(self, timeout_s: float | None) -> Sequence[Event]:
+        timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000 + 0.499))
+        ready = dict(self._poller.poll(timeout_ms))
+        if not ready:
+            return ()
+        out: list[Event] = []
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        if self._router in ready:
+            self._receive_incoming(out)
+        for key in list(self._dialled):
+            # Data before the disconnect that may follow it, the connect before its data.
+            if self._monitors[key] in ready:
+                self._receive_monitor(key, out)
+            if key in self._dialled and self._dialled[key] in ready:
+                self._receive(key, self._dialled[key], out)
+        if self._router_monitor in ready:
+            self._find_gone(out)
+        return out
+
+    def wake(self) -> None:
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except OSError:
+            return  # closed
+
+    def close(self) -> None:
+        for key in list(self._dialled):
+            self.hang_up(key)
+        if self._wake_fd >= 0:
+            fd, self._wake_fd = self._wake_fd, -1
+            self._router.disable_monitor()
+            self._router_monitor.close(linger=0)
+            self._router.close(linger=0)
+            self._context.destroy(linger=0)
+            os.close(fd)
+
+    def _receive_incoming(self, out: list[Event]) -> None:
+        while True:
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            key = "in:" + identity.hex()
+            self._incoming[key] = identity
+            if len(frames) == 1:
+                out.append(Got(key, frames[0]))
+
+    def _receive(self, key: ChannelKey, socket: zmq.Socket[bytes], out: list[Event]) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if len(frames) == 1:
+                out.append(Got(key, frames[0]))
+
+    def _receive_monitor(self, key: ChannelKey, out: list[Event]) -> None:
+        while True:
+            try:
+                event = recv_monitor_message(self._monitors[key], zmq.DONTWAIT)["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._up.add(key)
+                out.append(Up(key))
+            elif key in self._up:
+                self._receive(key, self._dialled[key], out)
+                self._up.discard(key)
+                out.append(Down(key))
+
+    def _find_gone(self, out: list[Event]) -> None:
+        while True:
+            try:
+                recv_monitor_message(self._router_monitor, zmq.DONTWAIT)
+            except zmq.Again:
+                break
+        for key, identity in list(self._incoming.items()):
+            try:
+                # An empty message is no message to the receiver; it only asks whether the identity can be reached.
+                self._router.send_multipart([identity, b""], zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self._incoming.pop(key, None)
+                out.append(Down(key))

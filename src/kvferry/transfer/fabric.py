@@ -1,0 +1,57 @@
+"""The seam to whatever moves bytes: registration, peers, one-sided posts. Nothing here waits.
+
+All methods belong to one thread, the one that drives the fabric. Memory is addressed by absolute byte addresses of the
+process that owns it. A completed WRITE is visible in the target's memory before `check` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Op = Literal["WRITE", "READ"]
+PeerName = str
+Handle = Hashable
+Addresses = NDArray[np.uint64]
+
+
+class Fabric(Protocol):
+    """One agent of one rank."""
+
+    def register(self, regions: list[tuple[int, int]], device: str) -> None:
+        """Make `(address, bytes)` regions of `device` ('cpu' or 'cuda:N') accessible to peers. Once, at start.
+
+        Raises `FabricError`.
+        """
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this agent and its registered memory."""
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        """Raises `FabricError`."""
+
+    def remove_peer(self, peer: PeerName) -> None:
+        """Forget the peer; its connections are torn down. Unknown names are ignored."""
+
+    def post(
+        self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
+    ) -> Handle:
+        """Start copying `nbytes[i]` bytes between `local[i]` and `remote[i]`, all (N,) uint64. N is at least 1.
+
+        Raises `FabricError`; then nothing is in flight.
+        """
+
+    def check(self, handle: Handle) -> bool:
+        """True when complete, False while in flight. Raises `FabricError` when it ended badly. Drives progress."""
+
+    def release(self, handle: Handle) -> None:
+        """Forget a handle; also the last resort for one that never completes."""
+
+    def progress(self) -> None:
+        """Let peers' accesses to our memory proceed, where the transport needs our help (TCP)."""
+
+    def close(self) -> None:
+        """Deregister everything. Idempotent."""

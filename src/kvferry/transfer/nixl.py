@@ -1,0 +1,135 @@
+"""The fabric over NIXL. The only module that imports nixl.
+
+The agent runs without its progress thread: that thread spins, and on two cores it takes a core from prefill. The
+transfer thread drives the agent itself, and only while something is in flight.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import ConfigError, FabricError
+from kvferry.transfer.fabric import Addresses, Handle, Op, PeerName
+
+_MODULES = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+
+
+def _load() -> Any:
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # else UCX may grow without bound, as vLLM notes
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for name in _MODULES:
+        try:
+            return importlib.import_module(f"{name}._api")
+        except ImportError:
+            continue
+    raise ConfigError("NIXL is not installed", hint="pip install nixl-cu12 (it also works without a GPU), or nixl")
+
+
+def _seg(device: str) -> tuple[str, int]:
+    kind, _, index = device.partition(":")
+    return ("DRAM", 0) if kind == "cpu" else ("VRAM", int(index or 0))
+
+
+class NixlFabric:
+    """`backends`: NIXL plugins, in order of preference. `name` need not be unique; the agent's name is."""
+
+    def __init__(self, name: str, backends: tuple[str, ...] = ("UCX",), num_threads: int = 0) -> None:
+        api = _load()
+        self._errors: type[BaseException] = Exception
+        self._name = f"{name}-{secrets.token_hex(6)}"
+        config = api.nixl_agent_config(enable_prog_thread=False, num_threads=num_threads, backends=list(backends))
+        try:
+            self._agent = api.nixl_agent(self._name, config)
+        except RuntimeError as error:
+            raise FabricError(f"NIXL agent did not start with backends {', '.join(backends)}: {error}") from error
+        bindings = importlib.import_module(api.__name__.replace("_api", "_bindings"))
+        base = getattr(bindings, "nixlBaseError", None) or getattr(bindings, "nixlUnknownError", RuntimeError)
+        self._errors = (base, RuntimeError, ValueError)  # type: ignore[assignment]
+        self._registered: list[Any] = []
+        self._device = "cpu"
+        self._closed = False
+
+    def register(self, regions: list[tuple[int, int]], device: str) -> None:
+        mem_type, index = _seg(device)
+        self._device = device
+        rows = [(address, nbytes, index, "") for address, nbytes in regions]
+        try:
+            self._registered.append(self._agent.register_memory(rows, mem_type))
+        except self._errors as error:
+            raise FabricError(f"NIXL could not register {len(rows)} regions of {device}: {error}") from error
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except self._errors as error:
+            raise FabricError(f"NIXL could not add the peer's agent: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, peer: PeerName) -> None:
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._errors:
+            return  # not known (any more): nothing to remove
+
+    def post(
+        self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
+    ) -> Handle:
+        local_type, local_index = _seg(self._device)
+        remote_type, remote_index = _seg(remote_device)
+        mine = np.column_stack((local, nbytes, np.full_like(local, local_index)))
+        theirs = np.column_stack((remote, nbytes, np.full_like(remote, remote_index)))
+        try:
+            handle = self._agent.initialize_xfer(
+                op,
+                self._agent.get_xfer_descs(mine, local_type),
+                self._agent.get_xfer_descs(theirs, remote_type),
+                peer,
+            )
+            state = self._agent.transfer(handle)
+        except self._errors as error:
+            raise FabricError(f"NIXL {op} to {peer} could not be posted: {error}") from error
+        if state == "ERR":
+            self.release(handle)
+            raise FabricError(f"NIXL {op} to {peer} was refused")
+        return handle  # type: ignore[no-any-return]
+
+    def check(self, handle: Handle) -> bool:
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except self._errors as error:
+            raise FabricError(f"NIXL transfer failed: {error}") from error
+        if state == "ERR":
+            raise FabricError("NIXL transfer failed")
+        return bool(state == "DONE")
+
+    def release(self, handle: Handle) -> None:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except self._errors:
+            return  # already gone with its peer
+
+    def progress(self) -> None:
+        try:
+            self._agent.get_new_notifs()
+        except self._errors as error:
+            raise FabricError(f"NIXL progress failed: {error}") from error
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for registered in self._registered:
+            try:
+                self._agent.deregister_memory(registered)
+            except self._errors:
+                continue
+        self._registered.clear()
+        del self._agent

@@ -1,0 +1,107 @@
+"""The transfer thread of one worker, and its inline stand-in.
+
+Threads: the engine's worker thread calls `submit`, `results`, `wait`, `close`; the transfer thread runs
+`TransferCore.step` for ever and owns the core, the fabric and the side channel. Two one-way queues join them: commands
+(engine -> transfer, in the core; each append wakes the transfer thread's poll) and results (transfer -> engine; each
+append sets an event that `wait` sleeps on). Commands are taken up in order; every result is delivered exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.errors import KVFerryError
+from kvferry.transfer import commands as cmd
+from kvferry.transfer.core import TransferCore
+
+log = logging.getLogger("kvferry.transfer")
+
+MakeCore = Callable[[Callable[[cmd.Result], None]], TransferCore]
+
+
+class TransferThread:
+    """Starts on construction. `make_core` runs on the caller's thread, so its errors are the caller's."""
+
+    def __init__(self, make_core: MakeCore, name: str = "kvferry-transfer") -> None:
+        self._results: deque[cmd.Result] = deque()
+        self._arrived = threading.Event()
+        self._stopping = False
+        self._death: BaseException | None = None
+        self._core = make_core(self._deliver)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, command: cmd.Command) -> None:
+        self._core.submit(command)
+
+    def results(self) -> list[cmd.Result]:
+        """Everything that ended since the last call. Raises `KVFerryError` if the transfer thread died."""
+        if self._death is not None:
+            raise KVFerryError(f"the transfer thread died: {self._death!r}") from self._death
+        self._arrived.clear()
+        out = []
+        while self._results:
+            out.append(self._results.popleft())
+        return out
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a result is there, at most `timeout_s`."""
+        self._arrived.wait(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop, then close the core. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._core.wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("the transfer thread did not stop within %g s; its memory stays registered", timeout_s)
+
+    def _deliver(self, result: cmd.Result) -> None:
+        self._results.append(result)
+        self._arrived.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._core.step(None)
+        except BaseException as death:
+            # The engine thread re-raises it at its next look: an engine without its transfers must not go on.
+            self._death = death
+            self._arrived.set()
+            raise
+        finally:
+            self._core.close()
+
+
+class InlineTransfers:
+    """The same interface without a thread: every call of `results` runs one round of the core on the caller's thread.
+
+    Today's way of pull, kept for comparison: planning, posting and polling take the engine loop's time.
+    """
+
+    def __init__(self, make_core: MakeCore) -> None:
+        self._results: deque[cmd.Result] = deque()
+        self._core = make_core(self._results.append)
+
+    def submit(self, command: cmd.Command) -> None:
+        self._core.submit(command)
+
+    def results(self) -> list[cmd.Result]:
+        self._core.step(0.0)
+        out = list(self._results)
+        self._results.clear()
+        return out
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing to sleep on: progress is made by `results` only."""
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._core.close()
+
+
+Transfers = TransferThread | InlineTransfers
