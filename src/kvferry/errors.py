@@ -8,6 +8,8 @@ KVFerryError
 |  |- TransferRefused    502 remote  the other side will not serve this transfer (unknown, ended, mode)
 |  |- TransferTimeout    504 remote  a stated time passed
 |- FabricError           502 local   a registration, post or read failed in the fabric
+|- PlanError             502 local   block ids or token ranges that can't be turned into copies (protocol/plan.py)
+|- UnexpectedEvent       500 local   a state machine got an event its table doesn't list (protocol/table.py)
 |- EngineError           502 remote  an engine answered with a failure of its own, or not at all
 |- LaunchError           -   local   a process of ours did not start; carries its last lines
 

@@ -1,0 +1,37 @@
+"""What one engine step carries from the scheduler's connector to the workers'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready
+
+
+@dataclass
+class Reject:
+    """D: this request's parameters are no transfer; its worker reports it as failed at once."""
+
+    request: str
+    transfer_id: str
+    code: str
+    reason: str
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """In the order in which the worker hands them on. `lands`, `drops`, `rejects`: decode; the others: prefill.
+
+    `idle`: the step has no model work and a transfer is open, so the worker may sleep on the transfer thread's signal.
+    """
+
+    expects: list[Expect] = field(default_factory=list)
+    lands: list[Land] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    aborts: list[Abort] = field(default_factory=list)
+    readies: list[Ready] = field(default_factory=list)  # KV complete when this step's forward is
+    finished: list[Ready] = field(default_factory=list)  # KV complete already
+    fences: list[Abort] = field(default_factory=list)  # preempted after hand-over: wait before the forward
+    idle: bool = False

@@ -1,0 +1,182 @@
+"""A worker's half of the connector: hands the step's commands to the transfer thread and its results to the engine.
+
+Thread: the worker's main thread only. The transfer thread (`transfer/thread.py`) does everything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry.config import ConnectorConfig
+from kvferry.connector.blocks import Caches, expand
+from kvferry.connector.hooks import take_ms, timed
+from kvferry.connector.metadata import StepMetadata
+from kvferry.story import Story
+from kvferry.transfer.commands import Received, Result, Sent
+from kvferry.transfer.core import SCRATCH_BYTES, Identity, TransferCore
+from kvferry.transfer.thread import InlineTransfers, Transfers, TransferThread
+
+if TYPE_CHECKING:
+    from kvferry.transfer.channel import ZmqChannel
+
+log = logging.getLogger("kvferry.connector")
+
+_FIRST_IDLE_WAIT_S = 0.001
+
+
+class WorkerSide:
+    """The side channel is bound before this is made; the transfer thread starts with `start`."""
+
+    def __init__(self, config: ConnectorConfig, identity: Identity, channel: ZmqChannel, story: Story) -> None:
+        self.config, self.identity = config, identity
+        self.hook_s = 0.0
+        self._channel, self._story = channel, story
+        self._transfers: Transfers | None = None
+        self._ratio = 1
+        self._step = StepMetadata()
+        self._handed = False  # this step's post-forward part is done
+        self._reportable: set[str] = set()  # requests whose Received the engine waits for
+        self._results: list[Result] = []
+        self._failed_now: list[Result] = []
+        self._idle_wait_s = _FIRST_IDLE_WAIT_S
+        self._scratch: Any = None
+
+    def start(self, caches: Caches) -> None:
+        """KV memory exists: register it, make the agent, start the thread. Raises `FabricError`."""
+        import torch
+
+        from kvferry.transfer.nixl import NixlFabric
+
+        layout = caches.layout
+        self._ratio = caches.ratio
+        self._scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=layout.device)
+        fabric = NixlFabric(self.identity.engine_id, self.config.backends, self.config.num_threads)
+        fabric.register([*caches.regions, (self._scratch.data_ptr(), SCRATCH_BYTES)], layout.device)
+
+        def make_core(deliver: Callable[[Result], None]) -> TransferCore:
+            scratch = self._scratch.data_ptr()
+            return TransferCore(
+                self.identity, self.config, fabric, self._channel, layout, scratch, self._story, deliver
+            )
+
+        self._transfers = TransferThread(make_core) if self.config.background else InlineTransfers(make_core)
+        log.info(
+            "%s rank %d: side channel %s:%d, mode %s, %d planes of %d blocks of %d tokens, %.0f MiB registered",
+            self.identity.engine_id,
+            self.identity.rank,
+            self._channel.host,
+            self._channel.port,
+            self.config.mode,
+            len(layout.planes),
+            layout.num_blocks,
+            layout.block_size,
+            sum(size for _, size in caches.regions) / 2**20,
+        )
+
+    # -- each step, in this order -----------------------------------------------------------------------------------
+
+    @timed
+    def fence(self, step: StepMetadata) -> None:
+        """Before anything of the step runs: blocks of preempted sources must not be read any more."""
+        if not step.fences or self._transfers is None:
+            return
+        waiting = {fence.request for fence in step.fences}
+        for fence in step.fences:
+            self._transfers.submit(fence)
+        deadline = time.monotonic() + self.config.transfer_timeout_s
+        while waiting and time.monotonic() < deadline:
+            self._transfers.wait(0.05)
+            new = self._transfers.results()
+            self._results += new
+            waiting -= {result.request for result in new}
+
+    @timed
+    def bind(self, step: StepMetadata) -> None:
+        """Before the forward: what needs no KV of this step leaves now."""
+        self._step, self._handed = step, False
+        transfers = self._transfers
+        if transfers is None:
+            return
+        for expect in step.expects:
+            transfers.submit(expect)
+        for land in step.lands:
+            if land.end_token > land.start_token:
+                self._reportable.add(land.request)
+            transfers.submit(dataclasses.replace(land, block_ids=expand(land.block_ids, self._ratio)))
+        for reject in step.rejects:
+            self._reportable.add(reject.request)
+            self._story.note(reject.transfer_id, "failed", code=reject.code, reason=reject.reason)
+            log.error("%s: request %s: %s", self.identity.engine_id, reject.request, reject.reason)
+            self._results.append(Received(reject.request, reject.transfer_id, False, reject.code, reject.reason))  # type: ignore[arg-type]
+        for drop in step.drops:
+            transfers.submit(drop)
+        for abort in step.aborts:
+            transfers.submit(abort)
+        for ready in step.finished:
+            transfers.submit(dataclasses.replace(ready, block_ids=expand(ready.block_ids, self._ratio)))
+
+    @timed
+    def forward_done(self) -> None:
+        """After the forward was launched (CUDA) or done (CPU). Idempotent within a step."""
+        if self._handed or self._transfers is None:
+            return
+        self._handed = True
+        moment = None
+        for ready in self._step.readies:
+            if moment is None and self._scratch.device.type == "cuda":
+                import torch
+
+                moment = torch.cuda.Event()
+                moment.record(torch.cuda.current_stream())
+            block_ids = expand(ready.block_ids, self._ratio)
+            self._transfers.submit(dataclasses.replace(ready, block_ids=block_ids, moment=moment))
+
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """(finished_sending, finished_recving, failed_recving): request ids, each reported once.
+
+        An idle step sleeps here until a result comes, so that the engine doesn't step a thousand times a second;
+        longer and longer, so that a request that comes meanwhile waits little.
+        """
+        self.forward_done()
+        if self._transfers is None:
+            return set(), set(), set()
+        step = self._step
+        if step.idle and not self._results:
+            self._transfers.wait(self._idle_wait_s)
+            self._idle_wait_s = min(2 * self._idle_wait_s, self.config.idle_wait_ms / 1e3)
+        out = self._take()
+        if not step.idle or out[0] or out[1] or step.expects or step.lands:
+            self._idle_wait_s = _FIRST_IDLE_WAIT_S
+        return out
+
+    @timed
+    def _take(self) -> tuple[set[str], set[str], set[str]]:
+        assert self._transfers is not None
+        results = self._results + self._transfers.results()
+        self._results = []
+        sent: set[str] = set()
+        received: set[str] = set()
+        failed: set[str] = set()
+        for result in results:
+            if isinstance(result, Sent):
+                if result.request:
+                    sent.add(result.request)
+            elif result.request in self._reportable:
+                self._reportable.discard(result.request)
+                received.add(result.request)
+                if not result.ok:
+                    failed.add(result.request)
+            if self._story.on:
+                self._story.note(result.transfer_id, "hooks", part="worker", ms=take_ms(self))
+        return sent, received, failed
+
+    def close(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+        else:
+            self._channel.close()

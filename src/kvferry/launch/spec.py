@@ -1,0 +1,138 @@
+"""What to start: modes, and the frozen description of one deployment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvferry.errors import ConfigError, unknown_name
+
+Role = Literal["prefill", "decode", "colocated"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`connector` and `router_mode` are what the router is told; `background` False posts in the engine loop."""
+
+    name: str
+    connector: Literal["kvferry", "upstream-pull", "upstream-push", "none"]
+    router_mode: Literal["push", "pull", "colocated"]
+    background: bool = True
+
+    @property
+    def split(self) -> bool:
+        return self.connector != "none"
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("colocated", "none", "colocated"),
+        Mode("pull", "kvferry", "pull"),
+        Mode("pull-inline", "kvferry", "pull", background=False),
+        Mode("push", "kvferry", "push"),
+        Mode("upstream-pull", "upstream-pull", "pull"),
+        Mode("upstream-push", "upstream-push", "push"),
+    )
+}
+ENGINES = ("vllm",)
+
+
+def mode_named(name: str) -> Mode:
+    if name not in MODES:
+        raise unknown_name("mode", name, MODES)
+    return MODES[name]
+
+
+@dataclass(frozen=True)
+class DeploymentSpec:
+    """One deployment on this machine. `extra_config` goes into `kv_connector_extra_config` of every engine, the
+    per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one.
+    """
+
+    mode: str = "push"
+    model: str = "smollm2"
+    prefill: int = 1
+    decode: int = 1
+    port: int = 0
+    dtype: str = "bfloat16"
+    vllm_args: Sequence[str] = ()
+    prefill_args: Sequence[str] = ()
+    decode_args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    prefill_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    decode_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    tuned: bool = True
+    router: bool = True
+    router_args: Sequence[str] = ()
+    warm_up: bool = True
+    state_dir: str | os.PathLike[str] = ""
+    ready_timeout_s: float = 600.0
+
+    def check(self) -> Mode:
+        """The mode, or a ConfigError for what cannot be started."""
+        mode = mode_named(self.mode)
+        if mode.split and self.prefill < 1:
+            raise ConfigError(f"prefill: {self.prefill} engines, mode {mode.name!r} needs at least 1")
+        if self.decode < 1:
+            raise ConfigError(f"decode: {self.decode} engines, at least 1 is needed")
+        if self.port and not 0 < self.port < 65536:
+            raise ConfigError(f"port: {self.port} is not a port", hint="1 to 65535, or 0 for any free one")
+        for arg in (*self.vllm_args, *self.prefill_args, *self.decode_args):
+            if arg.split("=")[0] in OWNED_ARGS:
+                raise ConfigError(f"vllm argument {arg!r} is set by kvferry itself", hint=OWNED_ARGS[arg.split("=")[0]])
+        return mode
+
+    def names(self) -> list[tuple[str, Role]]:
+        """The engines by name and role. Colocated: `decode` of them, each does both."""
+        mode = mode_named(self.mode)
+        if not mode.split:
+            return [(f"engine-{index}", "colocated") for index in range(self.decode)]
+        prefill: list[tuple[str, Role]] = [(f"prefill-{index}", "prefill") for index in range(self.prefill)]
+        return prefill + [(f"decode-{index}", "decode") for index in range(self.decode)]
+
+    def args_for(self, role: Role) -> list[str]:
+        own = {"prefill": self.prefill_args, "decode": self.decode_args, "colocated": self.decode_args}[role]
+        return [*self.vllm_args, *own]
+
+    def extra_for(self, role: Role) -> dict[str, Any]:
+        own = self.prefill_extra_config if role == "prefill" else self.decode_extra_config
+        return {**self.extra_config, **own}
+
+
+OWNED_ARGS = {
+    "--host": "engines listen on loopback",
+    "--port": "engines get free ports; the router's port is --port of `kvferry up`",
+    "--model": "use --model of `kvferry up`",
+    "--kv-transfer-config": "use --mode, and extra_config in Python",
+}
+
+
+def arg_value(args: Sequence[str], *names: str) -> str | None:
+    """The value that the last of these options has in a vLLM command line, None if absent."""
+    value = None
+    for index, arg in enumerate(args):
+        name, equals, rest = arg.partition("=")
+        if name.replace("_", "-") in names:
+            value = rest if equals else (args[index + 1] if index + 1 < len(args) else None)
+    return value
+
+
+def served_name(model: str, args: Sequence[str]) -> str:
+    """The name under which a model is served."""
+    return arg_value(args, "--served-model-name") or (model if os.sep not in model else Path(model).name)
+
+
+def tensor_parallel(args: Sequence[str]) -> int:
+    value = arg_value(args, "--tensor-parallel-size", "-tp")
+    try:
+        size = int(value) if value is not None else 1
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigError(f"--tensor-parallel-size: {value!r} is not a whole number from 1 up")
+    return size

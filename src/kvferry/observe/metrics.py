@@ -1,0 +1,45 @@
+"""The router's Prometheus metrics, under the names that users of other routers already chart."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_P = "kvferry_router_"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class RouterMetrics:
+    """One registry per router, so that several can live in one process. `pd`: requests that took a pair."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests answered.", "route", "mode", "status")
+        self.errors = self._counter("request_errors", "Requests that ended in an error.", "route", "code", "side")
+        self.duration = self._histogram("request_duration_seconds", "First byte in to last byte out.", "route")
+        self.ttft = self._histogram("request_ttft_seconds", "First byte in to first token out.", "streaming")
+        self.running = self._gauge("running_requests", "Requests in flight.")
+        self.worker_health = self._gauge("worker_health", "1: ready.", "role", "engine")
+        self.pd_requests = self._counter("pd_requests", "Transfers dispatched.", "mode")
+        self.pd_prefill_requests = self._counter("pd_prefill_requests", "Prefill legs started.", "engine")
+        self.pd_decode_requests = self._counter("pd_decode_requests", "Decode legs started.", "engine")
+        self.pd_prefill_errors = self._counter("pd_prefill_errors", "Prefill legs that failed.", "engine", "code")
+        self.pd_decode_errors = self._counter("pd_decode_errors", "Decode legs that failed.", "engine", "code")
+        self.pd_stream_errors = self._counter("pd_stream_errors", "Streams cut after their first byte.", "engine")
+        self.pd_duration = self._histogram("pd_request_duration_seconds", "Dispatch to last byte.", "mode")
+        self.pd_prefill_duration = self._histogram("pd_prefill_duration_seconds", "The prefill leg.", "mode")
+        self.abandons = self._counter("pd_abandons", "Transfers that P was told to let go.", "outcome")
+        self.local_prefills = self._counter("local_prefills", "Requests that D computed without a prefill engine.")
+        self.disconnects = self._counter("client_disconnects", "Clients that left before the end.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_P + name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(_P + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(_P + name, text, labels, registry=self.registry, buckets=_SECONDS)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,68 @@
+"""What the router is told once at start: frozen and strict. Each default has its reason and unit here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.router.spec import EngineSpec
+
+Connector = Literal["kvferry", "upstream-pull", "upstream-push", "none"]
+Mode = Literal["push", "pull", "colocated"]
+MIB = 1024 * 1024
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`mode` is a choice for connector `kvferry` only; the others imply theirs (`none`: colocated)."""
+
+    decode: tuple[EngineSpec, ...]
+    prefill: tuple[EngineSpec, ...] = ()
+    connector: Connector = "kvferry"
+    mode: Mode = "push"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    """Sent upstream where the client sent no Authorization of its own, and with probes; "" = none."""
+    story_dir: str = ""
+    request_timeout_s: float = 0.0
+    """The whole of a request, first byte in to last byte out; 0 = no limit (a long answer is no fault)."""
+    max_body_bytes: int = 64 * MIB
+    """A 1M-token prompt with images is tens of MB; more is a mistake."""
+    max_requests: int = 4096
+    """In flight at once; more get 429. Each takes three descriptors (client, P, D)."""
+    probe_interval_s: float = 1.0
+    """An engine that went away gets no new request after this long."""
+    describe_interval_s: float = 5.0
+    """Side channel and model list are asked this often while an engine is well: they change only with a restart."""
+    connect_timeout_s: float = 5.0
+    hold_s: float = 0.25
+    """How long D's first token waits for P's answer. P's answer precedes it by a decode step, so it never waits on
+    the good path; a P whose front end lags costs at most this."""
+    allow_local_prefill: bool = False
+    """With no prefill engine ready, let D compute the prompt itself (counted, and warned about)."""
+
+    @property
+    def colocated(self) -> bool:
+        return self.connector == "none" or self.mode == "colocated"
+
+    def check(self) -> None:
+        """Raises `ConfigError` for settings that contradict each other."""
+        if not self.decode:
+            raise ConfigError("no decode engine", hint="--decode URL")
+        if not self.colocated and not self.prefill:
+            raise ConfigError("no prefill engine", hint="--prefill URL, or --mode colocated")
+        if self.colocated and self.prefill:
+            raise ConfigError("colocated serving takes no prefill engine", hint="drop --prefill, or --mode push")
+        if self.connector == "upstream-push":
+            for spec in self.prefill:
+                if not spec.engine_id:
+                    raise ConfigError(
+                        f"prefill engine {spec.url}: connector upstream-push needs its engine id",
+                        hint='start it with "engine_id" in --kv-transfer-config and add ,engine_id=ID to --prefill',
+                    )
+        urls = [spec.url for spec in (*self.prefill, *self.decode)]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise ConfigError(f"engine {url} is named twice")

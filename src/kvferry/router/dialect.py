@@ -1,0 +1,165 @@
+"""How the two legs are told of their transfer: one class per connector. Pure.
+
+`kvferry` pairs by transfer id and needs P's coordinates up front. `upstream-pull` (vLLM's NixlConnector) hands D what
+P returned. `upstream-push` (vLLM's NixlPushConnector) pairs by the text of the request id, so both legs get one fresh
+`X-Request-Id`; its scheduler dies of a missing key, so every key that it reads is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.ids import TransferId
+from kvferry.protocol.messages import Description
+from kvferry.router.config import RouterConfig
+from kvferry.router.openai import CHAT, Plan
+from kvferry.router.replies import Refusal
+from kvferry.router.spec import EngineSpec
+
+Params = dict[str, Any]
+
+UPSTREAM_PREFILL: Params = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The prefill engine of one transfer, as far as it is known."""
+
+    spec: EngineSpec
+    description: Description | None
+
+
+class Dialect(Protocol):
+    name: str
+    concurrent: bool
+    """Both legs start at once."""
+    side_channel: bool
+    """The engines answer kvferry's side channel: they are described at readiness, and told of abandoned transfers."""
+
+    def refuse(self, plan: Plan) -> None:
+        """Raises `Refusal` for what this connector cannot do right."""
+
+    def prefill(self, transfer_id: TransferId, plan: Plan) -> Params: ...
+
+    def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params: ...
+
+    def lacks(self, returned: Params | None) -> str:
+        """What P's reply misses, "" if it is right."""
+
+    def headers(self, transfer_id: TransferId) -> dict[str, str]:
+        """Headers of both legs that the connector depends on."""
+
+
+class KVFerry:
+    side_channel = True
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.name = mode
+        self.concurrent = mode == "push"
+
+    def refuse(self, plan: Plan) -> None:
+        pass
+
+    def prefill(self, transfer_id: TransferId, plan: Plan) -> Params:
+        return {"transfer_id": transfer_id, "do_remote_decode": True, "mode": self.mode, "fan_out": plan.n}
+
+    def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params:
+        about = source.description
+        if about is None:
+            raise ConfigError(f"prefill engine {source.spec.url} was never described")
+        return {
+            "transfer_id": transfer_id,
+            "do_remote_prefill": True,
+            "mode": self.mode,
+            "remote_host": source.spec.side_host,
+            "remote_port": source.spec.side_port,
+            "remote_engine_id": about.engine_id,
+            "remote_tp_size": about.tp_size,
+        }
+
+    def lacks(self, returned: Params | None) -> str:
+        return ""
+
+    def headers(self, transfer_id: TransferId) -> dict[str, str]:
+        return {}
+
+
+class Upstream:
+    """What the two upstream dialects share."""
+
+    side_channel = False
+
+    def refuse(self, plan: Plan) -> None:
+        if plan.n > 1:
+            raise Refusal(
+                501,
+                "not_supported",
+                "`n` above 1 cannot be served through vLLM's own NIXL connectors",
+                param="n",
+                hint="use KVFerryConnector, or one request per choice",
+            )
+
+    def prefill(self, transfer_id: TransferId, plan: Plan) -> Params:
+        return dict(UPSTREAM_PREFILL)
+
+    def lacks(self, returned: Params | None) -> str:
+        if not returned or not returned.get("remote_engine_id"):
+            return "kv_transfer_params in its reply (is it started with vLLM's NIXL connector?)"
+        return ""
+
+
+class UpstreamPull(Upstream):
+    name = "upstream-pull"
+    concurrent = False
+
+    def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params:
+        return dict(returned or {})
+
+    def headers(self, transfer_id: TransferId) -> dict[str, str]:
+        return {}
+
+
+class UpstreamPush(Upstream):
+    name = "upstream-push"
+    concurrent = True
+
+    def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params:
+        spec = source.spec
+        # P's exact request id ends in a random suffix and cannot be known yet; upstream strips the suffix to match.
+        external = f"chatcmpl-{transfer_id}" if plan.route == CHAT else f"cmpl-{transfer_id}-0"
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": spec.engine_id,
+            "remote_request_id": external,
+            "remote_block_ids": [],
+            "remote_host": spec.side_host,
+            "remote_port": spec.side_port,
+            "tp_size": spec.tp or 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+        }
+
+    def headers(self, transfer_id: TransferId) -> dict[str, str]:
+        return {"X-Request-Id": transfer_id}
+
+
+def dialect_of(config: RouterConfig) -> Dialect | None:
+    """None: colocated, no transfer at all."""
+    if config.colocated:
+        return None
+    if config.connector == "upstream-pull":
+        return UpstreamPull()
+    if config.connector == "upstream-push":
+        return UpstreamPush()
+    return KVFerry(config.mode)

@@ -1,0 +1,84 @@
+"""What the engines' side channels have to say of one transfer: why it failed on D, and that P may let it go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+from kvferry.errors import (
+    CompatError,
+    ConfigError,
+    EngineError,
+    FabricError,
+    KVFerryError,
+    PeerUnreachable,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from kvferry.ids import TransferId
+from kvferry.router.pool import Engine
+from kvferry.router.replies import LegFailed
+from kvferry.transfer import inquiry
+
+log = logging.getLogger("kvferry.router")
+
+TIMEOUT_S = 1.0
+_BY_CODE: dict[str, type[KVFerryError]] = {
+    kind.code: kind
+    for kind in (
+        CompatError,
+        ConfigError,
+        EngineError,
+        FabricError,
+        PeerUnreachable,
+        TransferError,
+        TransferRefused,
+        TransferTimeout,
+    )
+}
+
+
+async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, error: LegFailed) -> LegFailed:
+    """`error` (D's own) with the transfer's reason in it, where D's first rank says that the transfer failed."""
+    spec = decode.spec
+    try:
+        verdict = await inquiry.why(spec.side_host, spec.side_port, transfer_id, TIMEOUT_S)
+    except PeerUnreachable as unreachable:
+        log.warning("no verdict on %s from %s: %s", transfer_id, decode.url, unreachable)
+        return error
+    if verdict.state != "failed":
+        return error
+    source = f" from prefill engine {prefill.url}" if prefill is not None else ""
+    message = f"decode engine {decode.url} did not get its KV{source}: {verdict.reason}"
+    cause = _BY_CODE.get(verdict.code, TransferError)(message)
+    return LegFailed(message, side="decode", peer=decode.url, cause=cause)
+
+
+async def abandon(prefill: Engine, transfer_id: TransferId, reason: str) -> str:
+    """Tell every rank of P; 'released', 'unknown' (it held nothing) or 'unreachable'."""
+    spec, about = prefill.spec, prefill.description
+    ranks = range(about.tp_size if about is not None else 1)
+    tellings = [inquiry.abandon(spec.side_host, spec.side_port + rank, transfer_id, reason) for rank in ranks]
+    told = await asyncio.gather(*tellings, return_exceptions=True)
+    for answer in told:
+        if isinstance(answer, PeerUnreachable):
+            log.warning("%s could not be abandoned at %s: %s", transfer_id, prefill.url, answer)
+            return "unreachable"
+        if isinstance(answer, BaseException):
+            raise answer
+    return "released" if any(told) else "unknown"
+
+
+def error_event(peer: str, payload: bytes) -> LegFailed:
+    """D's stream began with an error event: the status that it names, and its body."""
+    try:
+        facts = json.loads(payload)["error"]
+        code = facts.get("code") if isinstance(facts, dict) else None
+    except (ValueError, KeyError, TypeError):
+        code = None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 502
+    return LegFailed(
+        f"decode engine {peer} answered with an error event", side="decode", peer=peer, status=status, body=payload
+    )

@@ -1,0 +1,117 @@
+"""`kvferry router`: arguments, start, clean end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+
+import msgspec
+from aiohttp import web
+
+from kvferry.errors import ConfigError
+from kvferry.router.app import SERVICES, build_app
+from kvferry.router.config import RouterConfig
+from kvferry.router.pool import Pool
+from kvferry.router.spec import parse_spec
+
+SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
+DRAIN_S = 1.0
+"""A stop waits this long for running requests, then cancels them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+    parser.add_argument("--host", default=default["host"])
+    parser.add_argument("--port", type=int, default=default["port"], help="0 takes a free one")
+    parser.add_argument("--prefill", action="extend", nargs="+", default=[], metavar="SPEC", help=SPEC)
+    parser.add_argument("--decode", action="extend", nargs="+", default=[], metavar="SPEC", help="the same")
+    parser.add_argument(
+        "--connector",
+        choices=("kvferry", "upstream-pull", "upstream-push", "none"),
+        default=default["connector"],
+        help="what the engines run: KVFerryConnector, vLLM's NixlConnector or NixlPushConnector, or none",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("push", "pull", "colocated"),
+        default=default["mode"],
+        help="of connector kvferry; colocated sends each request to one decode engine alone",
+    )
+    parser.add_argument("--story-dir", default="", metavar="DIR", help="append each request's events to a file there")
+    parser.add_argument("--request-timeout", type=float, default=0.0, metavar="S", help="0: no limit")
+    parser.add_argument("--api-key", default="", metavar="K", help="sent to engines where the client sent no key")
+    parser.add_argument("--max-body-mib", type=int, default=64, metavar="N")
+    parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
+
+
+def config_of(args: argparse.Namespace) -> RouterConfig:
+    """Raises `ConfigError`."""
+    config = RouterConfig(
+        host=args.host,
+        port=args.port,
+        prefill=tuple(parse_spec(text) for text in args.prefill),
+        decode=tuple(parse_spec(text) for text in args.decode),
+        connector=args.connector,
+        mode=args.mode,
+        story_dir=args.story_dir,
+        request_timeout_s=args.request_timeout,
+        api_key=args.api_key,
+        max_body_bytes=args.max_body_mib * 1024 * 1024,
+        allow_local_prefill=args.allow_local_prefill,
+    )
+    config.check()
+    return config
+
+
+class Running:
+    """A router that listens; `async with`. For `run` and for tests."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._app = build_app(config)
+        self._runner = web.AppRunner(
+            self._app, handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN_S, handle_signals=False
+        )
+        self.url = ""
+
+    @property
+    def pool(self) -> Pool:
+        return self._app[SERVICES].pool
+
+    async def __aenter__(self) -> Running:
+        """Raises `ConfigError` if the address cannot be bound."""
+        config = self._config
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, config.host, config.port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"cannot listen on {config.host} port {config.port}: {error.strerror or error}",
+                hint="choose another with --port",
+            ) from None
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+async def _serve(config: RouterConfig) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with Running(config) as running:
+        print(f"listening {running.url}", flush=True)
+        await stop.wait()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `ConfigError`: the caller prints it in one line and exits 1."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    asyncio.run(_serve(config_of(args)))
+    return 0

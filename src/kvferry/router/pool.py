@@ -1,0 +1,228 @@
+"""The engines: what each is, whether it can take work, and why not.
+
+Owner: the event loop. One task per engine probes it: `/health` each interval; the side channel (connector kvferry) and
+`/v1/models` when it comes up and then each longer interval. An engine is ready when all of them are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any, Literal
+
+from kvferry.errors import CompatError, KVFerryError, PeerUnreachable
+from kvferry.protocol.messages import Description
+from kvferry.router.config import RouterConfig
+from kvferry.router.dialect import Dialect
+from kvferry.router.policy import Snapshot, known_models, round_robin
+from kvferry.router.replies import Refusal
+from kvferry.router.spec import EngineSpec
+from kvferry.router.upstream import Upstream
+from kvferry.transfer import inquiry
+
+log = logging.getLogger("kvferry.router")
+
+Role = Literal["prefill", "decode"]
+PROBE_TIMEOUT_S = 2.0
+UNREADY_INTERVAL_S = 0.25
+_CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
+
+
+class Engine:
+    """One engine. Changed by its probe task, and by `suspect`."""
+
+    def __init__(self, spec: EngineSpec, role: Role) -> None:
+        self.spec = spec
+        self.role: Role = role
+        self.ready = False
+        self.reason = "not probed yet"
+        self.description: Description | None = None
+        self.models: dict[str, Any] | None = None
+        self.in_flight = 0
+        self.kick = asyncio.Event()
+        self.described_at = -float("inf")
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
+
+    def snapshot(self) -> Snapshot:
+        models = None if self.models is None else frozenset(self.models)
+        return Snapshot(url=self.url, ready=self.ready, models=models, in_flight=self.in_flight)
+
+
+class Pool:
+    def __init__(self, config: RouterConfig, dialect: Dialect | None, upstream: Upstream) -> None:
+        self._config = config
+        self._dialect = dialect
+        self._upstream = upstream
+        prefill = () if config.colocated else config.prefill
+        self.engines: dict[Role, list[Engine]] = {
+            "prefill": [Engine(spec, "prefill") for spec in prefill],
+            "decode": [Engine(spec, "decode") for spec in config.decode],
+        }
+        self._turns: dict[Role, int] = {"prefill": 0, "decode": 0}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        for engine in self.all():
+            self._tasks.append(asyncio.create_task(self._watch(engine), name=f"probe {engine.url}"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def all(self) -> list[Engine]:
+        return [*self.engines["prefill"], *self.engines["decode"]]
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return ("decode",) if self._dialect is None else ("prefill", "decode")
+
+    def missing(self) -> list[Role]:
+        return [role for role in self.roles if not any(engine.ready for engine in self.engines[role])]
+
+    async def until_ready(self) -> None:
+        """Returns when every role has a ready engine."""
+        while self.missing():
+            await self.change()
+
+    async def change(self) -> None:
+        """Returns when a probe or a request has had something new to say of an engine."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    # -- choosing
+
+    def pick(self, role: Role, model: str | None) -> Engine:
+        """Raises `Refusal` 503 naming the role and what each of its engines said."""
+        engines = self.engines[role]
+        chosen = round_robin([engine.snapshot() for engine in engines], self._turns[role], model)
+        if chosen is None:
+            raise no_engine(role, engines)
+        self._turns[role] += 1
+        return next(engine for engine in engines if engine.url == chosen.url)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises `Refusal` 404 with the names that both sides serve."""
+        names = self.model_names()
+        if model is None or names is None or model in names:
+            return
+        listed = ", ".join(sorted(names)) or "none"
+        raise Refusal(
+            404, "model_not_found", f"The model `{model}` does not exist (served here: {listed})", param="model"
+        )
+
+    def model_names(self) -> frozenset[str] | None:
+        names: frozenset[str] | None = None
+        for role in self.roles:
+            if role in self.missing():
+                continue
+            served = known_models([engine.snapshot() for engine in self.engines[role]])
+            if served is not None:
+                names = served if names is None else names & served
+        return names
+
+    def model_entries(self) -> list[Any]:
+        """As the decode engines list them, those that prefill engines serve too."""
+        names = self.model_names()
+        entries: dict[str, Any] = {}
+        for engine in self.engines["decode"]:
+            if engine.ready:
+                for name, entry in (engine.models or {}).items():
+                    if names is None or name in names:
+                        entries.setdefault(name, entry)
+        return list(entries.values())
+
+    # -- probing
+
+    def suspect(self, engine: Engine, reason: str) -> None:
+        """A request found it gone: no new one until a probe says otherwise."""
+        self._set(engine, reason)
+        self.refresh(engine)
+
+    def refresh(self, engine: Engine) -> None:
+        """Ask everything again, now."""
+        engine.described_at = -float("inf")
+        engine.kick.set()
+
+    def _set(self, engine: Engine, reason: str) -> None:
+        """`reason` "" is ready."""
+        if engine.ready != (not reason) or engine.reason != reason:
+            log.info("%s engine %s: %s", engine.role, engine.url, reason or "ready")
+        engine.ready, engine.reason = not reason, reason
+        self._changed.set()
+
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            engine.kick.clear()
+            try:
+                await self._probe(engine)
+                self._set(engine, "")
+            except KVFerryError as error:
+                engine.described_at = -float("inf")
+                self._set(engine, str(error))
+            interval = self._config.probe_interval_s
+            if not engine.ready:
+                interval = min(interval, UNREADY_INTERVAL_S)
+            try:
+                async with asyncio.timeout(interval):
+                    await engine.kick.wait()
+            except TimeoutError:
+                pass
+
+    async def _probe(self, engine: Engine) -> None:
+        status, _ = await self._upstream.get(f"{engine.url}/health", self._config.api_key, PROBE_TIMEOUT_S)
+        _expect(engine, "/health", status)
+        now = time.monotonic()
+        if now - engine.described_at < self._config.describe_interval_s:
+            return
+        if self._dialect is not None and self._dialect.side_channel:
+            engine.description = await self._describe(engine)
+        engine.models = await self._models(engine)
+        engine.described_at = now
+
+    async def _describe(self, engine: Engine) -> Description:
+        spec = engine.spec
+        about = await inquiry.describe(spec.side_host, spec.side_port, PROBE_TIMEOUT_S)
+        if _CANNOT[engine.role] in about.role:
+            raise CompatError(
+                f"{engine.role} engine {engine.url} runs KVFerryConnector as {about.role}",
+                hint="swap --prefill and --decode, or start it with the other kv_role",
+            )
+        for name, told, found in (
+            ("engine_id", spec.engine_id, about.engine_id),
+            ("tp", spec.tp, about.tp_size),
+        ):
+            if told and told != found:
+                raise CompatError(
+                    f"{engine.role} engine {engine.url}: told {name}={told}, its side channel says {found}",
+                    hint=f"is {spec.side_host}:{spec.side_port} the side channel of that engine?",
+                )
+        return about
+
+    async def _models(self, engine: Engine) -> dict[str, Any] | None:
+        status, body = await self._upstream.get(f"{engine.url}/v1/models", self._config.api_key, PROBE_TIMEOUT_S)
+        if status == 404:
+            return None
+        _expect(engine, "/v1/models", status)
+        try:
+            return {entry["id"]: entry for entry in json.loads(body)["data"]}
+        except (ValueError, KeyError, TypeError):
+            raise PeerUnreachable(f"{engine.url}/v1/models answered no list of models") from None
+
+
+def _expect(engine: Engine, route: str, status: int) -> None:
+    if status in (401, 403):
+        raise PeerUnreachable(f"{engine.url}{route} answered {status}", hint="set --api-key to the engine's key")
+    if status != 200:
+        raise PeerUnreachable(f"{engine.url}{route} answered {status}")
+
+
+def no_engine(role: Role, engines: list[Engine]) -> Refusal:
+    said = "; ".join(f"{engine.url}: {engine.reason or 'does not serve this model'}" for engine in engines)
+    return Refusal(503, f"no_{role}_engine", f"no {role} engine is ready: {said}")

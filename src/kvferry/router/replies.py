@@ -1,0 +1,109 @@
+"""How a failure reaches the client: OpenAI's error shape, with the side, the peer and the transfer beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import web
+
+from kvferry.errors import EngineError, KVFerryError
+
+MAX_ERROR_BYTES = 1024 * 1024
+_CUT_TEXT_BYTES = 64 * 1024
+
+
+class Refusal(KVFerryError):
+    """The router itself turns a request down, before any engine is asked."""
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.http_status = status
+        self.code = code
+        self.param = param
+
+
+class LegFailed(EngineError):
+    """One leg ended without its answer. With `status` and `body`: the engine's own error, to be passed on as it is."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        side: str,
+        peer: str,
+        hint: str = "",
+        status: int = 0,
+        body: bytes = b"",
+        content_type: str = "application/json",
+        cause: KVFerryError | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.side = side
+        self.peer = peer
+        self.own_status = status
+        self.body = body
+        self.content_type = content_type
+        if cause is not None:
+            self.http_status = cause.http_status
+            self.code = cause.code
+        if status:
+            self.http_status = status
+
+    @property
+    def from_engine(self) -> bool:
+        return self.own_status > 0
+
+
+_TYPES = {
+    400: "invalid_request_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
+
+
+def error_facts(error: KVFerryError, transfer_id: str = "") -> dict[str, Any]:
+    """The body of a typed error."""
+    facts: dict[str, Any] = {
+        "message": str(error),
+        "type": _TYPES.get(error.http_status, "api_error"),
+        "param": getattr(error, "param", None),
+        "code": error.code,
+    }
+    if isinstance(error, LegFailed):
+        facts |= {"side": error.side, "peer": error.peer}
+    if transfer_id:
+        facts["transfer_id"] = transfer_id
+    return {"error": facts}
+
+
+def error_response(error: KVFerryError, transfer_id: str = "") -> web.Response:
+    headers = {"x-kvferry-transfer-id": transfer_id} if transfer_id else {}
+    if isinstance(error, LegFailed) and error.from_engine:
+        headers["Content-Type"] = error.content_type
+        return web.Response(status=error.own_status, body=error.body, headers=headers)
+    if error.http_status in (429, 503):
+        headers["Retry-After"] = "1"
+    body = json.dumps(error_facts(error, transfer_id)).encode()
+    return web.Response(status=error.http_status, body=body, content_type="application/json", headers=headers)
+
+
+def error_event(error: KVFerryError, transfer_id: str) -> bytes:
+    """The last event of a stream that failed."""
+    return b"data: " + json.dumps(error_facts(error, transfer_id)).encode() + b"\n\n"
+
+
+def cut_body(head: bytes, peer: str) -> bytes:
+    """A valid JSON body in place of an engine's error that was too long; says so and keeps its beginning."""
+    text = head[:_CUT_TEXT_BYTES].decode("utf-8", "replace")
+    facts = {
+        "message": f"{text}... (cut: the error body of {peer} is longer than {MAX_ERROR_BYTES} bytes)",
+        "type": "api_error",
+        "param": None,
+        "code": "error_body_cut",
+    }
+    return json.dumps({"error": facts}).encode()

@@ -1,0 +1,27 @@
+"""What all requests of one router share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from kvferry.observe.metrics import RouterMetrics
+from kvferry.router.config import RouterConfig
+from kvferry.router.dialect import Dialect
+from kvferry.router.pool import Pool
+from kvferry.router.upstream import Upstream
+from kvferry.story import Story
+
+
+class Services(msgspec.Struct, frozen=True, kw_only=True):
+    """`dialect` None: colocated. `spawn` runs a coroutine beside the request; shutdown waits for it."""
+
+    config: RouterConfig
+    dialect: Dialect | None
+    pool: Pool
+    upstream: Upstream
+    story: Story
+    metrics: RouterMetrics
+    spawn: Callable[[Coroutine[Any, Any, None]], object]

@@ -1,0 +1,437 @@
+"""What each leg is told: rows C01, C02, C04-C07, C09-C12, C34, C35, C38, C67, and the upstream dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from scripted import CHAT, COMPLETIONS, MODEL, Call, Engine, after, decode_ok, error_of, prefill_ok, serving, usage
+
+from kvferry.router.dialect import UPSTREAM_PREFILL
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+HOP_BY_HOP = ("Keep-Alive", "TE", "Upgrade", "Proxy-Authorization", "X-Named")
+
+
+async def test_c01_chat_limits() -> None:
+    async with serving() as pair:
+        first = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 64}
+        second = {"model": MODEL, "messages": MESSAGES}
+        for number, body in enumerate((first, second)):
+            status, _, _ = await pair.post(CHAT, body)
+            assert status == 200
+            p, d = pair.p.calls[number].body, pair.d.calls[number].body
+            assert (p["max_tokens"], p["max_completion_tokens"], p["stream"]) == (1, 1, False)
+            assert d.pop("kv_transfer_params")
+            assert d == body
+        assert len(pair.p.calls) == len(pair.d.calls) == 2
+
+
+async def test_c02_stream_options_and_min_tokens() -> None:
+    async def strict(call: Call) -> web.StreamResponse:
+        body = call.body
+        if (body.get("stream_options") and not body.get("stream")) or body.get("min_tokens", 0) > body["max_tokens"]:
+            return web.json_response({"error": {"message": "bad", "type": "BadRequestError", "code": 400}}, status=400)
+        return await prefill_ok(call)
+
+    async with serving() as pair:
+        pair.p.script = strict
+        sent = {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "max_tokens": 100}
+        status, _, raw = await pair.complete(**sent)
+        assert status == 200
+        p, d = pair.p.calls[0].body, pair.d.calls[0].body
+        assert p["stream"] is False and "stream_options" not in p and p.get("min_tokens", 0) <= 1
+        assert sent.items() <= d.items()
+        events = [part for part in raw.decode().split("\n\n") if part]
+        assert events[-1] == "data: [DONE]"
+        last = json.loads(events[-2].removeprefix("data: "))
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/embeddings", "/inference/v1/generate"])
+async def test_c04_other_routes_are_refused_by_name(route: str, stream: bool) -> None:
+    async with serving() as pair:
+        status, _, raw = await pair.post(route, {"model": MODEL, "input": "hi", "stream": stream})
+        assert status == 501
+        assert route in error_of(raw)["message"]
+        assert pair.p.calls == pair.d.calls == []
+
+
+async def test_c05_n_is_for_decode_and_told_to_prefill_as_fan_out() -> None:
+    async with serving() as pair:
+        status, _, raw = await pair.post(CHAT, {"model": MODEL, "messages": MESSAGES, "n": 4, "seed": 7})
+        assert status == 200 and len(json.loads(raw)["choices"]) == 4
+        assert pair.p.calls[0].body["n"] == 1 and pair.p.calls[0].params["fan_out"] == 4
+        assert pair.d.calls[0].body["n"] == 4 and pair.d.calls[0].body["seed"] == 7
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_c06_several_prompts_are_several_transfers(mode: str) -> None:
+    async with serving(mode=mode) as pair:
+        status, headers, raw = await pair.complete(prompt=["alpha", "beta"], n=2)
+        assert status == 200
+        reply = json.loads(raw)
+        assert [choice["text"] for choice in reply["choices"]] == ['"alpha"', '"alpha"', '"beta"', '"beta"']
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+        assert reply["usage"] == {
+            "prompt_tokens": 6,
+            "completion_tokens": 8,
+            "total_tokens": 14,
+            "prompt_tokens_details": None,
+        }
+        ids = {call.params["transfer_id"] for call in pair.p.calls}
+        assert len(ids) == 2 and ids == {call.params["transfer_id"] for call in pair.d.calls}
+        assert set(headers["x-kvferry-transfer-id"].split(",")) == ids
+        for p, d in zip(pair.p.calls, pair.d.calls, strict=True):
+            same = next(c for c in pair.d.calls if c.params["transfer_id"] == p.params["transfer_id"])
+            assert same.body["prompt"] == p.body["prompt"]
+            assert d.headers["X-Request-Id"] == pair.p.calls[0].headers["X-Request-Id"]
+
+
+async def test_c06_one_failed_prompt_fails_the_request() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        if call.body["prompt"] == "beta":
+            return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
+        return await prefill_ok(call)
+
+    held = asyncio.Event()
+    async with serving() as pair:
+        pair.p.script, pair.d.script = script, after(held, decode_ok)
+        status, _, raw = await pair.complete(prompt=["alpha", "beta"])
+        assert (status, json.loads(raw)) == (400, {"error": {"message": "too long", "code": 400}})
+        for call in pair.d.calls:
+            async with asyncio.timeout(1):
+                await call.cancelled.wait()
+            await pair.p.side.abandon_of(call.params["transfer_id"])
+
+
+async def test_c06_several_prompts_streamed_are_refused() -> None:
+    async with serving() as pair:
+        status, _, raw = await pair.complete(prompt=[[1, 2], [3]], stream=True)
+        assert status == 501 and error_of(raw)["param"] == "prompt"
+        status, _, _ = await pair.complete(prompt=[[1, 2]], stream=True)
+        assert status == 200 and pair.d.calls[0].body["prompt"] == [[1, 2]]
+        assert len(pair.p.calls) == 1
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+async def test_c07_prompt_logprobs_come_from_prefill(route: str) -> None:
+    entries = [None, {"5": {"logprob": -0.5}}]
+
+    async def script(call: Call) -> web.StreamResponse:
+        choice = {"index": 0, "prompt_logprobs": entries}
+        return web.json_response({"choices": [choice], "prompt_logprobs": entries, "usage": usage()})
+
+    async with serving() as pair:
+        pair.p.script = script
+        body = {"model": MODEL, "prompt": "hi", "messages": MESSAGES, "prompt_logprobs": 1}
+        status, headers, raw = await pair.post(route, body)
+        assert status == 200 and int(headers["Content-Length"]) == len(raw)
+        reply = json.loads(raw)
+        found = reply["prompt_logprobs"] if route == CHAT else reply["choices"][0]["prompt_logprobs"]
+        assert found == entries
+        assert pair.p.calls[0].body["prompt_logprobs"] == 1
+        assert "prompt_logprobs" not in pair.d.calls[0].body
+        status, _, _ = await pair.post(route, body | {"stream": True})
+        assert status == 400 and len(pair.p.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "body"),
+    [
+        (COMPLETIONS, "echo", {"echo": True, "logprobs": 1}),
+        (CHAT, "echo", {"echo": True}),
+        (COMPLETIONS, "use_beam_search", {"use_beam_search": True, "n": 2}),
+        (COMPLETIONS, "prompt_embeds", {"prompt_embeds": "AAAA"}),
+    ],
+)
+async def test_c07_c08_what_is_not_merged_is_refused_by_field(route: str, field: str, body: dict) -> None:
+    async with serving() as pair:
+        status, _, raw = await pair.post(route, {"model": MODEL, "prompt": "a", "messages": MESSAGES} | body)
+        assert status == 501
+        assert error_of(raw)["param"] == field and field in error_of(raw)["message"].replace("beam search", field)
+        assert pair.p.calls == pair.d.calls == []
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "f"}}, "absent"])
+async def test_c09_tools_stay_and_nothing_must_be_parsed(choice: object) -> None:
+    async def parses(call: Call) -> web.StreamResponse:
+        if call.body.get("tool_choice", "auto") not in (None, "none"):
+            return web.json_response({"error": {"message": "cannot parse a call"}}, status=500)
+        return await prefill_ok(call)
+
+    async with serving() as pair:
+        pair.p.script = parses
+        body = {"model": MODEL, "messages": MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}}
+        if choice != "absent":
+            body["tool_choice"] = choice
+        status, _, _ = await pair.post(CHAT, body)
+        assert status == 200
+        p, d = pair.p.calls[0].body, pair.d.calls[0].body
+        # null renders the tools also under --exclude-tools-when-tool-choice-none, "none" would not
+        assert p["tools"] == [TOOL] and p["tool_choice"] is None
+        assert p["response_format"] == {"type": "json_object"}
+        assert d.pop("kv_transfer_params") and d == body
+
+
+async def test_c09_a_clients_none_stays_none() -> None:
+    async with serving() as pair:
+        await pair.post(CHAT, {"model": MODEL, "messages": MESSAGES, "tools": [TOOL], "tool_choice": "none"})
+        assert pair.p.calls[0].body["tool_choice"] == pair.d.calls[0].body["tool_choice"] == "none"
+
+
+async def test_c10_the_routers_key() -> None:
+    engines = [Engine("prefill")], [Engine("decode")]
+    for engine in (*engines[0], *engines[1]):
+        engine.key = "k1"
+    async with serving(prefill=engines[0], decode=engines[1], api_key="k1") as pair:  # ready within 5 s, or it raises
+        status, _, _ = await pair.complete()
+        assert status == 200
+        for engine in (pair.p, pair.d):
+            assert {headers.get("Authorization") for _, headers in engine.probes} == {"Bearer k1"}
+            assert engine.calls[0].headers["Authorization"] == "Bearer k1"
+        await pair.post(COMPLETIONS, {"model": MODEL, "prompt": "x"}, Authorization="Bearer other")
+        assert [e.calls[1].headers["Authorization"] for e in (pair.p, pair.d)] == ["Bearer other"] * 2
+
+
+async def test_c10_no_key_means_no_header() -> None:
+    async with serving() as pair:
+        assert (await pair.complete())[0] == 200
+        for engine in (pair.p, pair.d):
+            assert all("Authorization" not in headers for _, headers in engine.probes)
+            assert "Authorization" not in engine.calls[0].headers
+
+
+async def test_c10_a_key_that_is_missing_is_named() -> None:
+    engine = Engine("prefill")
+    engine.key = "k1"
+    async with serving(prefill=[engine], ready=False) as pair:
+        async with asyncio.timeout(5):
+            while "401" not in pair.running.pool.engines["prefill"][0].reason:
+                await pair.running.pool.change()
+        status, _, raw = await pair.complete()
+        assert status == 503 and "--api-key" in error_of(raw)["message"] and engine.url in error_of(raw)["message"]
+
+
+async def test_c11_lengths_and_hop_by_hop_headers() -> None:
+    async def decode(call: Call) -> web.StreamResponse:
+        body = json.dumps({"choices": [{"index": 0, "text": "ü"}], "usage": usage(100, 4, cached=99)}).encode()
+        headers = {"Keep-Alive": "timeout=9", "Upgrade": "h2c", "X-Named": "1", "Connection": "X-Named", "X-Mine": "1"}
+        return web.Response(body=body, headers=headers, content_type="application/json")
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        return web.json_response({"choices": [{"index": 0, "text": "x"}], "usage": usage(100, 1, cached=96)})
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = prefill, decode
+        sent = {name: "x" for name in HOP_BY_HOP} | {"Connection": "X-Named", "X-Other": "kept"}
+        body = {"model": MODEL, "prompt": "hé", "stop": ["s"] * 50, "max_tokens": 4}
+        async with pair.session.post(pair.url + COMPLETIONS, json=body, headers=sent) as response:
+            raw = await response.read()
+            assert response.status == 200
+            assert int(response.headers["Content-Length"]) == len(raw)
+            assert "Transfer-Encoding" not in response.headers and response.headers["X-Mine"] == "1"
+            assert all(name not in response.headers for name in ("Keep-Alive", "Upgrade", "X-Named"))
+        # C62: P's number, not D's
+        assert json.loads(raw)["usage"]["prompt_tokens_details"] == {"cached_tokens": 96}
+        p, d = pair.p.calls[0], pair.d.calls[0]
+        for call in (p, d):
+            assert int(call.headers["Content-Length"]) == len(call.raw)
+            assert all(name not in call.headers for name in (*HOP_BY_HOP, "Transfer-Encoding", "Connection"))
+            assert call.headers["X-Other"] == "kept"
+        assert len(p.raw) < len(json.dumps(body)) < len(d.raw)
+
+
+async def test_c12_both_legs_get_all_parts_of_a_message() -> None:
+    content = [{"type": "text", "text": "what"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+    async with serving() as pair:
+        await pair.post(CHAT, {"model": MODEL, "messages": [{"role": "user", "content": content}]})
+        assert pair.p.calls[0].body["messages"][0]["content"] == content
+        assert pair.d.calls[0].body["messages"][0]["content"] == content
+
+
+async def test_c34_the_clients_request_id_pairs_nothing() -> None:
+    gate = asyncio.Event()
+    async with serving() as pair:
+        pair.d.script = after(gate, decode_ok)
+        both = [
+            asyncio.create_task(pair.post(COMPLETIONS, {"model": MODEL, "prompt": text}, X_Request_Id="dup"))
+            for text in ("one", "two")
+        ]
+        await pair.d.call(1)
+        gate.set()
+        for text, (status, headers, raw) in zip(("one", "two"), await asyncio.gather(*both), strict=True):
+            assert status == 200 and json.loads(raw)["choices"][0]["text"] == json.dumps(text)
+            assert headers["X-Request-Id"] == "dup"
+        ids = [call.params["transfer_id"] for call in pair.d.calls]
+        assert len(set(ids)) == 2 and set(ids) == {call.params["transfer_id"] for call in pair.p.calls}
+        assert not any("dup" in json.dumps(call.body) for call in (*pair.p.calls, *pair.d.calls))
+
+
+async def test_c35_a_transfer_id_of_the_client_is_dropped() -> None:
+    gate = asyncio.Event()
+    async with serving() as pair:
+        pair.d.script = after(gate, decode_ok)
+        first = asyncio.create_task(pair.complete(prompt="one"))
+        taken = (await pair.d.call(0)).params["transfer_id"]
+        second = asyncio.create_task(pair.complete(prompt="two", kv_transfer_params={"transfer_id": taken}))
+        assert (await pair.d.call(1)).params["transfer_id"] != taken
+        gate.set()
+        assert [(await task)[0] for task in (first, second)] == [200, 200]
+        assert len({call.params["transfer_id"] for call in pair.p.calls}) == 2
+        assert pair.p.side.abandoned == {}
+
+
+@pytest.mark.parametrize("config", [{}, {"mode": "pull"}, {"mode": "colocated", "prefill": []}])
+async def test_c67_addresses_of_the_client_reach_no_engine(config: dict) -> None:
+    async with serving(**config) as pair:
+        evil = {"remote_host": "10.0.0.9", "remote_port": 9, "do_remote_prefill": True, "extra": "10.0.0.9"}
+        status, _, _ = await pair.complete(
+            kv_transfer_params=evil, ec_transfer_params=evil, vllm_xargs={"kv_transfer_params": evil, "mine": 1}
+        )
+        assert status == 200
+        calls = [call for engine in (*pair.prefills, pair.d) for call in engine.calls]
+        assert calls and all(b"10.0.0.9" not in call.raw for call in calls)
+        assert all(call.body["vllm_xargs"] == {"mine": 1} for call in calls)
+        if pair.prefills:
+            assert pair.d.calls[0].params["remote_host"] == "127.0.0.1"
+            assert pair.d.calls[0].params["remote_port"] == pair.p.side.port
+
+
+async def test_c38_both_legs_start_at_once() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def slow(call: Call) -> web.StreamResponse:
+        gate = asyncio.Event()
+        loop.call_later(0.5, gate.set)
+        return await after(gate, prefill_ok)(call)
+
+    async def slower(call: Call) -> web.StreamResponse:
+        gate = asyncio.Event()
+        loop.call_later(0.6, gate.set)
+        return await after(gate, decode_ok)(call)
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = slow, slower
+        begun = loop.time()
+        assert (await pair.complete(stream=True))[0] == 200
+        assert abs(pair.d.calls[0].at - pair.p.calls[0].at) < 0.05
+        assert 0.6 <= loop.time() - begun < 0.9  # the longer leg, not the sum
+
+
+async def test_pull_decodes_after_prefill() -> None:
+    gate = asyncio.Event()
+    async with serving(mode="pull") as pair:
+        pair.p.script = after(gate, prefill_ok)
+        task = asyncio.create_task(pair.complete())
+        call = await pair.p.call()
+        assert pair.d.calls == [] and call.params["mode"] == "pull"
+        gate.set()
+        assert (await task)[0] == 200
+        assert pair.d.calls[0].params == {
+            "transfer_id": call.params["transfer_id"],
+            "do_remote_prefill": True,
+            "mode": "pull",
+            "remote_host": "127.0.0.1",
+            "remote_port": pair.p.side.port,
+            "remote_engine_id": "prefill-engine",
+            "remote_tp_size": 1,
+        }
+
+
+async def test_upstream_pull_hands_on_what_prefill_returned() -> None:
+    given = {"do_remote_prefill": True, "remote_engine_id": "E", "remote_block_ids": [[1, 2]], "remote_request_id": "r"}
+
+    async def script(call: Call) -> web.StreamResponse:
+        return web.json_response({"choices": [], "kv_transfer_params": given})
+
+    async with serving(connector="upstream-pull") as pair:
+        pair.p.script = script
+        assert (await pair.complete())[0] == 200
+        assert pair.p.calls[0].params == UPSTREAM_PREFILL
+        assert pair.d.calls[0].params == given
+        status, _, raw = await pair.complete(n=2)
+        assert status == 501 and error_of(raw)["param"] == "n"
+
+
+async def test_upstream_push_gives_every_key_and_one_fresh_request_id() -> None:
+    async def script(call: Call) -> web.StreamResponse:
+        return web.json_response({"choices": [], "kv_transfer_params": {"remote_engine_id": "E"}})
+
+    async with serving(connector="upstream-push", spec={"engine_id": "E", "tp": 2}) as pair:
+        pair.p.script = script
+        for route, external in ((COMPLETIONS, "cmpl-{}-0"), (CHAT, "chatcmpl-{}")):
+            body = {"model": MODEL, "prompt": "hi", "messages": MESSAGES}
+            status, headers, _ = await pair.post(route, body, X_Request_Id="dup")
+            fresh = headers["x-kvferry-transfer-id"]
+            p, d = pair.p.calls[-1], pair.d.calls[-1]
+            assert status == 200 and p.headers["X-Request-Id"] == d.headers["X-Request-Id"] == fresh
+            assert p.params == UPSTREAM_PREFILL
+            assert d.params == {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": "E",
+                "remote_request_id": external.format(fresh),
+                "remote_block_ids": [],
+                "remote_host": "127.0.0.1",
+                "remote_port": pair.p.side.port,
+                "tp_size": 2,
+                "dcp_size": 1,
+                "pp_size": 1,
+            }
+
+
+async def test_colocated_passes_the_body_through() -> None:
+    async with serving(mode="colocated", prefill=[]) as pair:
+        body = {"model": MODEL, "prompt": ["a", "b"], "echo": True, "logprobs": 1, "prompt_logprobs": 1, "n": 2}
+        assert (await pair.post(COMPLETIONS, body))[0] == 200
+        assert pair.d.calls[0].body == body
+
+
+async def test_models_and_an_unknown_one() -> None:
+    prefill, decode = Engine("prefill"), Engine("decode")
+    prefill.models, decode.models = ["toy", "only-p"], ["toy", "only-d"]
+    async with serving(prefill=[prefill], decode=[decode]) as pair:
+        async with pair.session.get(pair.url + "/v1/models") as response:
+            assert [entry["id"] for entry in (await response.json())["data"]] == ["toy"]
+        for name in ("only-p", "only-d", "typo"):
+            status, _, raw = await pair.complete(model=name)
+            facts = error_of(raw)
+            assert status == 404 and facts["param"] == "model" and facts["code"] == "model_not_found"
+            assert name in facts["message"] and "toy" in facts["message"]
+        assert pair.p.calls == pair.d.calls == []
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b'{"model": 5}', b"\xff\xfe"])
+async def test_a_body_that_is_no_request(raw: bytes) -> None:
+    async with serving() as pair:
+        async with pair.session.post(pair.url + COMPLETIONS, data=raw) as response:
+            assert response.status == 400
+            assert error_of(await response.read())["type"] == "invalid_request_error"
+        assert pair.p.calls == pair.d.calls == []
+
+
+async def test_a_body_above_the_limit() -> None:
+    async with serving(max_body_bytes=1000) as pair:
+        status, _, raw = await pair.complete(prompt="x" * 2000)
+        assert status == 413 and "1000" in error_of(raw)["message"]
+        assert pair.p.calls == []
+
+
+async def test_round_robin_over_pairs() -> None:
+    async with serving(
+        prefill=[Engine("prefill"), Engine("prefill")], decode=[Engine("decode"), Engine("decode"), Engine("decode")]
+    ) as pair:
+        # each engine comes up on its own time: take what is ready as the number of turns
+        pool = pair.running.pool
+        async with asyncio.timeout(5):
+            while not all(engine.ready for engine in pool.all()):
+                await pool.change()
+        for _ in range(6):
+            assert (await pair.complete())[0] == 200
+        assert [len(engine.calls) for engine in pair.prefills] == [3, 3]
+        assert [len(engine.calls) for engine in pair.decodes] == [2, 2, 2]
