@@ -72,7 +72,9 @@ def read(route: Route, body: object) -> Plan:
     n = clean.get("n")
     prompts = _prompts(clean) if route == COMPLETIONS else []
     if len(prompts) > 1 and stream:
-        raise _unsupported("prompt", "several prompts in one streamed request", "send one request per prompt")
+        raise _unsupported(
+            "prompt", "several prompts (`prompt`) in one streamed request", "send one request per prompt"
+        )
     parts = tuple(clean | {"prompt": prompt} for prompt in prompts) if len(prompts) > 1 else (clean,)
     return Plan(
         route=route,
@@ -145,9 +147,9 @@ def _prompts(body: Body) -> list[Any]:
 
 def _refuse(route: Route, body: Body, stream: bool) -> None:
     if body.get("use_beam_search"):
-        raise _unsupported("use_beam_search", "beam search", "the engine would compute the prompt again on D")
+        raise _unsupported("use_beam_search", "`use_beam_search`", "the engine would compute the prompt again on D")
     if body.get("prompt_embeds") is not None:
-        raise _unsupported("prompt_embeds", "embeddings in place of a prompt", "send text or token ids")
+        raise _unsupported("prompt_embeds", "`prompt_embeds`", "send text or token ids")
     if body.get("echo"):
         if route == CHAT:
             raise _unsupported("echo", "`echo` in a chat", "leave it out")

@@ -98,6 +98,13 @@ class Pool:
 
     # -- choosing
 
+    def require(self, *, local_prefill: bool) -> None:
+        """Raises `Refusal` 503 naming every role that has no ready engine, and what its engines said."""
+        missing = [role for role in self.missing() if not (role == "prefill" and local_prefill)]
+        if missing:
+            said = "; ".join(no_engine(role, self.engines[role]).message for role in missing)
+            raise Refusal(503, f"no_{missing[0]}_engine", said)
+
     def pick(self, role: Role, model: str | None) -> Engine:
         """Raises `Refusal` 503 naming the role and what each of its engines said."""
         engines = self.engines[role]
@@ -224,5 +231,5 @@ def _expect(engine: Engine, route: str, status: int) -> None:
 
 
 def no_engine(role: Role, engines: list[Engine]) -> Refusal:
-    said = "; ".join(f"{engine.url}: {engine.reason or 'does not serve this model'}" for engine in engines)
+    said = ", ".join(f"{engine.url}: {engine.reason or 'does not serve this model'}" for engine in engines)
     return Refusal(503, f"no_{role}_engine", f"no {role} engine is ready: {said}")

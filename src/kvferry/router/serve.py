@@ -96,6 +96,7 @@ class Generation:
     def _dispatch(self, plan: Plan) -> None:
         """Choose the engines, for each part its own pair. Nothing is sent yet."""
         pool, config = self._services.pool, self._services.config
+        pool.require(local_prefill=config.allow_local_prefill)
         pool.check_model(plan.model)
         headers = CIMultiDict(self._request.headers)
         if len(plan.parts) > 1:

@@ -1,0 +1,384 @@
+"""Who hears of a failure, and how fast: rows C20 to C23, C26, C28 to C31, C59; the routers' verdicts and stories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from scripted import (
+    COMPLETIONS,
+    MODEL,
+    SOON,
+    Call,
+    Engine,
+    after,
+    begin_stream,
+    decode_ok,
+    error_of,
+    event,
+    hang,
+    prefill_ok,
+    refuse,
+    serving,
+    slam,
+    stream,
+)
+
+from kvferry.story import read_story
+
+MIB = 1024 * 1024
+TOO_LONG = {"error": {"message": "This model's maximum context length is 8", "type": "BadRequestError", "code": 400}}
+
+
+async def cancelled(call: Call, within: float = 1.0) -> None:
+    async with asyncio.timeout(within):
+        await call.cancelled.wait()
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 500])
+async def test_c20_prefills_error_is_the_clients(mode: str, stream: bool, status: int) -> None:
+    body = {"error": TOO_LONG["error"] | {"code": status}}
+    async with serving(mode=mode) as pair:
+        pair.p.script, pair.d.script = refuse(status, body), hang
+        got, headers, raw = await pair.complete(stream=stream)
+        assert (got, json.loads(raw)) == (status, body)
+        assert headers["Content-Type"].startswith("application/json")
+        assert len(pair.p.calls) == 1
+        if mode == "push":
+            for call in pair.d.calls:  # started at once, so usually one
+                await cancelled(call)
+        else:
+            assert pair.d.calls == []
+
+
+async def test_c20_prefills_error_wins_over_a_decode_that_answers_first() -> None:
+    loop = asyncio.get_running_loop()
+    gate = asyncio.Event()
+
+    async def answers(call: Call) -> web.StreamResponse:
+        loop.call_later(0.05, gate.set)
+        return await decode_ok(call)
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = after(gate, refuse(400, TOO_LONG)), answers
+        for stream in (False, True):
+            gate.clear()
+            status, _, raw = await pair.complete(stream=stream)
+            assert (status, json.loads(raw)) == (400, TOO_LONG)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_c21_an_error_of_100_mb(side: str) -> None:
+    async def flood(call: Call) -> web.StreamResponse:
+        response = web.StreamResponse(status=400, headers={"Content-Type": "application/json"})
+        await response.prepare(call.request)
+        piece = b"x" * MIB
+        for _ in range(100):
+            await response.write(piece)
+        return response
+
+    async with serving() as pair:
+        (pair.p if side == "prefill" else pair.d).script = flood
+        (pair.d if side == "prefill" else pair.p).script = hang if side == "prefill" else prefill_ok
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        status, _, raw = await pair.complete()
+        assert status == 400 and len(raw) <= MIB
+        assert "cut" in error_of(raw)["message"]
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_c22_decode_closes_before_its_headers(mode: str) -> None:
+    async with serving(mode=mode) as pair:
+        pair.d.script = slam
+        status, headers, raw = await pair.complete(stream=True)
+        facts = error_of(raw)
+        assert status == 502 and facts["side"] == "decode" and facts["peer"] == pair.d.url
+        transfer_id = headers["x-kvferry-transfer-id"]
+        assert facts["transfer_id"] == transfer_id == pair.d.calls[0].params["transfer_id"]
+        _, reason = await pair.p.side.abandon_of(transfer_id)
+        assert pair.d.url in reason
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_c22_never_a_200_with_nothing_in_it(streamed: bool) -> None:
+    async def empty(call: Call) -> web.StreamResponse:
+        return await stream(call, []) if streamed else web.Response(body=b"", content_type="application/json")
+
+    async with serving() as pair:
+        pair.d.script = empty
+        status, headers, raw = await pair.complete(stream=streamed)
+        assert status == 502 and error_of(raw)["side"] == "decode"
+        await pair.p.side.abandon_of(headers["x-kvferry-transfer-id"])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_c23_decode_is_cancelled_when_prefill_fails(begun: bool) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def fails(call: Call) -> web.StreamResponse:
+        gate = asyncio.Event()
+        loop.call_later(0.1, gate.set)
+        return await after(gate, refuse(500, {"error": {"message": "out of blocks"}}))(call)
+
+    async def waits(call: Call) -> web.StreamResponse:
+        if begun:
+            await begin_stream(call)  # 200 and headers, as vLLM sends them before its first token
+        return await hang(call)
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = fails, waits
+        started = time.monotonic()
+        status, _, raw = await pair.complete(stream=True)
+        assert status == 500 and json.loads(raw)["error"]["message"] == "out of blocks"
+        assert time.monotonic() - started < 1.5
+        await cancelled(pair.d.calls[0])
+        assert pair.d.calls[0].cancelled_at - started < 1.1
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_c26_the_deadline(who: str) -> None:
+    async with serving(request_timeout_s=1.0) as pair:
+        mute = pair.p if who == "prefill" else pair.d
+        good, mute.script = mute.script, hang
+        if who == "prefill":
+            pair.d.script = hang
+        started = time.monotonic()
+        status, headers, raw = await pair.complete(stream=True)
+        assert status == 504 and 1.0 <= time.monotonic() - started < 2.0
+        facts = error_of(raw)
+        assert facts["code"] == "transfer_timeout" and (facts["side"], facts["peer"]) == (who, mute.url)
+        await cancelled(pair.d.calls[0])
+        if who == "prefill":
+            await cancelled(pair.p.calls[0])
+        await pair.p.side.abandon_of(headers["x-kvferry-transfer-id"])
+        mute.script = good
+        pair.d.script = decode_ok
+        assert (await pair.complete())[0] == 200
+
+
+async def test_c26_the_deadline_in_the_middle_of_a_stream() -> None:
+    async def stalls(call: Call) -> web.StreamResponse:
+        await (await begin_stream(call)).write(event("a"))
+        return await hang(call)
+
+    async with serving(request_timeout_s=0.5) as pair:
+        pair.d.script = stalls
+        status, _, raw = await pair.complete(stream=True)
+        assert status == 200 and raw.startswith(event("a"))
+        assert error_of(raw[len(event("a")) :].removeprefix(b"data: "))["code"] == "transfer_timeout"
+        await cancelled(pair.d.calls[0])
+
+
+async def test_c28_no_prefill_is_a_503_not_a_decode_alone() -> None:
+    async with serving() as pair:
+        await pair.p._runner.cleanup()
+        started = time.monotonic()
+        for _ in range(2):  # found out by the request, then known
+            status, headers, raw = await pair.complete()
+            facts = error_of(raw)
+            assert status == 503 and pair.p.url in facts["message"] and headers["Retry-After"] == "1"
+        assert time.monotonic() - started < 1.0
+        assert facts["code"] == "no_prefill_engine"
+        async with pair.session.get(pair.url + "/health") as response:
+            assert response.status == 503 and (await response.json())["missing"] == ["prefill"]
+        for call in pair.d.calls:
+            await call.ended.wait()
+
+
+async def test_c28_local_prefill_only_by_flag_and_counted() -> None:
+    prefill = Engine("prefill")
+    await prefill.start()
+    await prefill.stop()
+    prefill.stop = prefill.side.stop  # type: ignore[method-assign]
+    async with serving(prefill=[prefill], allow_local_prefill=True, ready=False) as pair:
+        async with asyncio.timeout(SOON):
+            while pair.running.pool.missing() != ["prefill"]:
+                await pair.running.pool.change()
+        for number in (1, 2):
+            assert (await pair.complete())[0] == 200
+            async with pair.session.get(pair.url + "/metrics") as response:
+                assert f"kvferry_router_local_prefills_total {number}.0" in await response.text()
+        assert "kv_transfer_params" not in pair.d.calls[0].body
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_c29_an_engine_without_our_connector_is_refused_at_readiness(role: str) -> None:
+    engine = Engine(role)
+    async with serving(**{role: [engine]}, ready=False) as pair:
+        await engine.side.stop()
+        watched = pair.running.pool.engines[role][0]  # type: ignore[index]
+        started = time.monotonic()
+        async with asyncio.timeout(SOON):
+            while "KVFerryConnector" not in watched.reason:
+                await pair.running.pool.change()
+        status, _, raw = await pair.complete()
+        assert time.monotonic() - started < 5.0
+        message = error_of(raw)["message"]
+        assert status == 503 and engine.url in message and "KVFerryConnector" in message
+        assert pair.p.calls == pair.d.calls == []
+
+
+async def test_c29_roles_and_identity_are_checked_at_readiness() -> None:
+    swapped, other = Engine("prefill"), Engine("prefill")
+    swapped.side.role = "consumer"
+    other.side.tp_size = 2
+    async with serving(prefill=[swapped, other], spec={"tp": 1}, ready=False) as pair:
+        pool = pair.running.pool
+        async with asyncio.timeout(SOON):
+            while any(engine.reason == "not probed yet" for engine in pool.all()):
+                await pool.change()
+        _, _, raw = await pair.complete()
+        message = error_of(raw)["message"]
+        assert "as consumer" in message and "told tp=1, its side channel says 2" in message
+
+
+async def test_c29_upstream_prefill_without_its_connector() -> None:
+    for connector in ("upstream-pull", "upstream-push"):
+        async with serving(connector=connector, spec={"engine_id": "E"}) as pair:
+            pair.d.script = hang
+            status, _, raw = await pair.complete()
+            facts = error_of(raw)
+            assert status == 502 and facts["peer"] == pair.p.url and "kv_transfer_params" in facts["message"]
+
+
+async def test_c30_a_client_that_leaves_before_any_byte_cancels_both_legs() -> None:
+    async with serving() as pair:
+        pair.p.script = pair.d.script = hang
+        _, writer = await pair.raw({"model": MODEL, "prompt": "x" * 100, "stream": True})
+        p, d = await pair.p.call(), await pair.d.call()
+        left = time.monotonic()
+        writer.close()
+        for call in (p, d):
+            await cancelled(call)
+            assert call.cancelled_at - left < 1.0
+        _, reason = await pair.p.side.abandon_of(p.params["transfer_id"])
+        assert "client left" in reason
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_c31_a_client_that_leaves_between_prefill_and_decode(mode: str) -> None:
+    async with serving(mode=mode) as pair:
+        pair.d.script = hang
+        _, writer = await pair.raw({"model": MODEL, "prompt": "hi"})
+        d = await pair.d.call()
+        await pair.p.calls[0].ended.wait()
+        left = time.monotonic()
+        writer.close()
+        await cancelled(d)
+        at, _ = await pair.p.side.abandon_of(d.params["transfer_id"])
+        assert at - left < 2.0
+
+
+async def test_c31_nothing_is_abandoned_once_decode_has_its_kv() -> None:
+    async def stalls(call: Call) -> web.StreamResponse:
+        await (await begin_stream(call)).write(event("a"))
+        return await hang(call)
+
+    async with serving() as pair:
+        pair.d.script = stalls
+        reader, writer = await pair.raw({"model": MODEL, "prompt": "hi", "stream": True})
+        await reader.readuntil(event("a"))
+        writer.close()
+        await cancelled(pair.d.calls[0])
+    assert pair.p.side.abandoned == {}
+
+
+@pytest.mark.parametrize("status", [400, 404])
+async def test_c59_decode_turns_the_request_down(status: int) -> None:
+    body = {"error": {"message": "chat template failed", "type": "BadRequestError", "code": status}}
+    async with serving() as pair:
+        pair.d.script = refuse(status, body)
+        started = time.monotonic()
+        got, headers, raw = await pair.complete()
+        assert (got, json.loads(raw)) == (status, body)
+        at, _ = await pair.p.side.abandon_of(headers["x-kvferry-transfer-id"])
+        assert at - started < 2.0
+
+
+@pytest.mark.parametrize("shape", ["status", "event"])
+async def test_why_a_transfer_failed_is_in_the_error(shape: str) -> None:
+    own = {"error": {"message": "internal error", "type": "InternalServerError", "code": 500}}
+
+    async def fails(call: Call) -> web.StreamResponse:
+        if shape == "status":
+            return web.json_response(own, status=500)
+        return await stream(call, [f"data: {json.dumps(own)}\n\n".encode(), b"data: [DONE]\n\n"])
+
+    async with serving() as pair:
+        pair.d.script = fails
+        status, _, raw = await pair.complete(stream=shape == "event")
+        assert (status, json.loads(raw)) == (500, own)  # no verdict: the engine's own words
+        pair.d.side.verdict = ("failed", "transfer_timeout", "no registration within 30 s")
+        status, headers, raw = await pair.complete(stream=shape == "event")
+        facts = error_of(raw)
+        assert status == 504 and facts["code"] == "transfer_timeout" and facts["side"] == "decode"
+        assert "no registration within 30 s" in facts["message"] and pair.p.url in facts["message"]
+        assert pair.d.side.asked_why[-1] == headers["x-kvferry-transfer-id"] == facts["transfer_id"]
+
+
+async def test_the_story_of_a_request(tmp_path: Path) -> None:
+    async with serving(story_dir=str(tmp_path)) as pair:
+        _, headers, _ = await pair.complete(stream=True)
+        pair.d.script = slam
+        _, failed, _ = await pair.complete(stream=True)
+    story = read_story(tmp_path, headers["x-kvferry-transfer-id"])
+    names = [line["event"] for line in story]
+    assert names[:2] == ["received", "dispatched"] and names[-1] == "last_token"
+    assert sorted(names[2:-1]) == ["first_token", "prefill_done"]
+    assert {line["side"] for line in story} == {"router"}
+    last = read_story(tmp_path, failed["x-kvferry-transfer-id"])[-1]
+    assert last["event"] == "failed" and pair.d.url in last["reason"]
+
+
+async def test_health_and_metrics() -> None:
+    async with serving() as pair:
+        assert (await pair.complete(stream=True))[0] == 200
+        assert (await pair.complete())[0] == 200
+        pair.p.script, pair.d.script = refuse(400, TOO_LONG), hang
+        assert (await pair.complete())[0] == 400
+        async with pair.session.get(pair.url + "/health") as response:
+            facts = await response.json()
+            assert response.status == 200 and facts["status"] == "ready" and len(facts["engines"]) == 2
+        async with pair.session.get(pair.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+    for line in (
+        f'kvferry_router_requests_total{{mode="push",route="{COMPLETIONS}",status="200"}} 2.0',
+        f'kvferry_router_requests_total{{mode="push",route="{COMPLETIONS}",status="400"}} 1.0',
+        f'kvferry_router_request_errors_total{{code="engine_error",route="{COMPLETIONS}",side="prefill"}} 1.0',
+        f'kvferry_router_pd_prefill_errors_total{{code="engine_error",engine="{pair.p.url}"}} 1.0',
+        'kvferry_router_request_ttft_seconds_count{streaming="true"} 1.0',
+        'kvferry_router_request_ttft_seconds_count{streaming="false"} 1.0',
+        f'kvferry_router_request_duration_seconds_count{{route="{COMPLETIONS}"}} 3.0',
+        f'kvferry_router_worker_health{{engine="{pair.p.url}",role="prefill"}} 1.0',
+        'kvferry_router_pd_requests_total{mode="push"} 3.0',
+    ):
+        assert line in lines, line
+
+
+async def test_c27_an_engine_that_drains_gets_no_new_request() -> None:
+    first, second = Engine("decode"), Engine("decode")
+    async with serving(decode=[first, second], probe_interval_s=0.05) as pair:
+        pool = pair.running.pool
+        async with asyncio.timeout(SOON):
+            while not all(engine.ready for engine in pool.all()):
+                await pool.change()
+            first.health = 503
+            while pool.engines["decode"][0].ready:
+                await pool.change()
+            for _ in range(3):
+                assert (await pair.complete())[0] == 200
+            assert (len(first.calls), len(second.calls)) == (0, 3)
+            first.health = 200
+            while not pool.engines["decode"][0].ready:
+                await pool.change()
+            for _ in range(2):
+                assert (await pair.complete())[0] == 200
+            assert len(first.calls) == 1

@@ -1,0 +1,89 @@
+"""Engines for the vllm tier, and both legs of a transfer sent straight to them, without a router in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvferry.ids import TransferId, new_transfer_id
+from kvferry.launch.deployment import Deployment, RunningEngine
+from kvferry.launch.spec import DeploymentSpec
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.body["choices"][0]["token_ids"])
+
+
+def side_channel(engine: RunningEngine) -> tuple[str, int]:
+    host, _, port = engine.side_channel.rpartition(":")
+    return host, int(port)
+
+
+def source_params(transfer_id: TransferId, mode: str, **more: Any) -> dict[str, Any]:
+    return {"do_remote_decode": True, "transfer_id": transfer_id, "mode": mode, **more}
+
+
+def landing_params(transfer_id: TransferId, mode: str, prefill: RunningEngine, **more: Any) -> dict[str, Any]:
+    host, port = side_channel(prefill)
+    where = {"remote_host": host, "remote_port": port, "remote_engine_id": prefill.name, "remote_tp_size": 1}
+    return {"do_remote_prefill": True, "transfer_id": transfer_id, "mode": mode, **where, **more}
+
+
+class Legs:
+    """`prompt`s are token ids; answers are greedy."""
+
+    def __init__(self, session: aiohttp.ClientSession, deployment: Deployment) -> None:
+        self.session = session
+        self.model = deployment.model_name()
+        by_role = {engine.role: engine for engine in deployment.engines}
+        self.prefill = by_role.get("prefill") or by_role["colocated"]
+        self.decode = by_role.get("decode") or by_role["colocated"]
+
+    async def ask(
+        self, engine: RunningEngine, prompt: list[int], tokens: int, params: dict[str, Any] | None = None, **more: Any
+    ) -> Reply:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
+        if params is not None:
+            body["kv_transfer_params"] = params
+        async with self.session.post(f"{engine.url}/v1/completions", json=body) as response:
+            return Reply(response.status, await response.json())
+
+    async def transfer(self, mode: str, prompt: list[int], tokens: int, **more: Any) -> tuple[TransferId, Reply, Reply]:
+        """(transfer id, prefill's reply, decode's reply): push with both legs at once, pull one after the other."""
+        transfer_id = new_transfer_id()
+        source = self.ask(self.prefill, prompt, 1, source_params(transfer_id, mode), **more)
+        if mode == "push":
+            params = landing_params(transfer_id, mode, self.prefill)
+            landing = self.ask(self.decode, prompt, tokens, params, **more)
+            first, second = await asyncio.gather(source, landing)
+        else:
+            first = await source
+            second = await self.ask(self.decode, prompt, tokens, first.body["kv_transfer_params"], **more)
+        return transfer_id, first, second
+
+
+@contextmanager
+def deployed(state_dir: Path, **spec: Any) -> Iterator[Deployment]:
+    """One deployment without a router, stopped with the block."""
+    with Deployment(DeploymentSpec(**{"router": False, "state_dir": state_dir, **spec})) as deployment:
+        yield deployment
