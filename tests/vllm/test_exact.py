@@ -111,7 +111,7 @@ def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 async def test_cold_prompts_eight_at_a_time(
-    mode: str, cold: Deployment, expected: dict[tuple[int, ...], list[int]]
+    mode: str, expected: dict[tuple[int, ...], list[int]], cold: Deployment
 ) -> None:
     """C47 cold, C60: every length, with 8 requests in flight; P lets go of every transfer, well."""
     gate = asyncio.Semaphore(8)
@@ -135,7 +135,7 @@ async def test_cold_prompts_eight_at_a_time(
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-async def test_shared_prefixes(mode: str, caching: Deployment, expected: dict[tuple[int, ...], list[int]]) -> None:
+async def test_shared_prefixes(mode: str, expected: dict[tuple[int, ...], list[int]], caching: Deployment) -> None:
     """C45, C46, C47: with prefixes of half a block, one block, all blocks cached on both sides, only the rest moves."""
     # The salt makes a cache namespace of each mode, so that the second starts cold too.
     seen: list[list[int]] = []

@@ -117,6 +117,9 @@ class Router:
             response = await generation.run()
             status = response.status
             return response
+        except web.HTTPException as error:
+            status = error.status
+            raise
         finally:
             self._running -= 1
             self.services.metrics.requests.labels(route, self._mode, str(status)).inc()

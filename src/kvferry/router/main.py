@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
 
 import msgspec
@@ -18,6 +19,8 @@ from kvferry.router.pool import Pool
 from kvferry.router.spec import parse_spec
 
 SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
+MAX_HEADER_BYTES = 64 * 1024
+"""One header line, as uvicorn allows it."""
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
 
@@ -73,7 +76,12 @@ class Running:
         self._config = config
         self._app = build_app(config)
         self._runner = web.AppRunner(
-            self._app, handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN_S, handle_signals=False
+            self._app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=DRAIN_S,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
         )
         self.url = ""
 
@@ -83,22 +91,37 @@ class Running:
 
     async def __aenter__(self) -> Running:
         """Raises `ConfigError` if the address cannot be bound."""
-        config = self._config
+        listener = _listen(self._config.host, self._config.port)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, config.host, config.port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {config.host} port {config.port}: {error.strerror or error}",
-                hint="choose another with --port",
-            ) from None
-        host, port = self._runner.addresses[0][:2]
+        await web.SockSite(self._runner, listener).start()
+        host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Taken before anything else starts, so that a port in use costs nothing and is all that is said."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {said}", hint="choose another with --port or --host"
+        ) from None
+    return listener
 
 
 async def _serve(config: RouterConfig) -> None:
