@@ -51,7 +51,7 @@ def test_c65_spec(text: str, spec: EngineSpec) -> None:
         ("http://", "URL"),
         ("", "URL"),
         ("http://h:port", "h:port"),
-        ("http://u:p@h:1", "URL"),
+        ("http://u:p@h:1", "--api-key"),
     ],
 )
 def test_c65_a_wrong_spec_is_told_the_right_spelling(text: str, said: str) -> None:

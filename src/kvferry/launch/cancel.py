@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
 
 class Stopped(BaseException):
@@ -66,3 +69,29 @@ class Cancel:
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, handler)
+
+
+T = TypeVar("T")
+
+
+def interruptible(cancel: Cancel, work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread so that a stop is seen meanwhile. After a stop the thread is left to end
+    by itself: its engine is gone then, so what it waits for fails.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def target() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - raised again below, by the thread that asked
+            failures.append(error)
+
+    thread = threading.Thread(target=target, name="kvferry-interruptible", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        cancel.check()
+        thread.join(0.05)
+    if failures:
+        raise failures[0]
+    return results[0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kvferry.errors import KVFerryError
-from kvferry.launch.cancel import Cancel
+from kvferry.launch.cancel import Cancel, interruptible
 from kvferry.launch.process import ManagedProcess, ProcessDied
 from kvferry.launch.web import get_json, healthy, post_json
 
@@ -55,28 +53,17 @@ def wait_healthy(
 def warm_up(url: str, rounds: int, *, report: Report, cancel: Cancel, timeout_s: float = 120.0) -> None:
     """Send `rounds` completions, short and long in turn: kernels, memory and connections are first used here.
 
-    A thread asks, so that a stop is seen while an engine computes; it ends when its engine does.
+    A thread asks, so that a stop is seen while an engine computes.
     """
     begun = time.monotonic()
-    failed: list[KVFerryError] = []
-    done = threading.Event()
 
     def ask() -> None:
-        try:
-            name = str(get_json(f"{url}/v1/models")["data"][0]["id"])
-            for index in range(rounds):
-                # Different from the first word on, so that no prefix cache makes the second round a no-op.
-                words = " ".join(f"{index}-{number}" for number in range(12 if index % 2 == 0 else 120))
-                body = {"model": name, "prompt": words, "max_tokens": 4, "temperature": 0.0}
-                post_json(f"{url}/v1/completions", body, timeout_s=timeout_s)
-        except KVFerryError as error:
-            failed.append(error)
-        finally:
-            done.set()
+        name = str(get_json(f"{url}/v1/models")["data"][0]["id"])
+        for index in range(rounds):
+            # Different from the first word on, so that no prefix cache makes the second round a no-op.
+            words = " ".join(f"{index}-{number}" for number in range(12 if index % 2 == 0 else 120))
+            body = {"model": name, "prompt": words, "max_tokens": 4, "temperature": 0.0}
+            post_json(f"{url}/v1/completions", body, timeout_s=timeout_s)
 
-    threading.Thread(target=ask, name="kvferry-warm-up", daemon=True).start()
-    while not done.is_set():
-        cancel.pause(0.05)
-    if failed:
-        raise failed[0]
+    interruptible(cancel, ask)
     report(f"warm-up: {rounds} requests in {time.monotonic() - begun:.1f} s")

@@ -1,4 +1,4 @@
-"""One transfer's story as lines and as bars in the terminal."""
+"""One transfer's story as lines (`kvferry story`) and as bars in the terminal (the demo)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from kvferry.story import read_story
 
 _FIXED = {"t", "transfer_id", "side", "rank", "event"}
 
-# A label and the (side, event) at which the bar of that label ends.
-STEPS = (
-    ("received", ("router", "received")),
-    ("queued", ("prefill", "queued")),
-    ("registered", ("decode", "registered")),
-    ("prefill", ("prefill", "computed")),
-    ("matched", ("prefill", "matched")),
-    ("posted", ("prefill", "posted")),
-    ("granted", ("decode", "granted")),
-    ("landed", ("decode", "landed")),
-    ("first token", ("router", "first_token")),
-    ("last token", ("router", "last_token")),
+# Label, the event that ends the step, the events that may begin it: the latest of those that came before the end.
+STEPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("queued", "queued", ("received", "dispatched")),
+    ("prefill", "computed", ("queued",)),
+    ("registered", "registered", ("dispatched", "prefill_done", "allocated")),
+    ("matched", "matched", ("registered", "computed")),
+    ("posted", "posted", ("matched", "granted")),
+    ("landed", "landed", ("posted",)),
+    ("first token", "first_token", ("landed",)),
+    ("last token", "last_token", ("first_token",)),
 )
+LABELS = tuple(step[0] for step in STEPS)
 
 
-def first_times(story: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """(side, event) -> the time it first happened."""
-    times: dict[tuple[str, str], float] = {}
+def first_times(story: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Event -> the time it first happened."""
+    times: dict[str, float] = {}
     for line in story:
-        times.setdefault((line["side"], line["event"]), float(line["t"]))
+        times.setdefault(line["event"], float(line["t"]))
     return times
 
 
@@ -43,7 +42,7 @@ def story_lines(story: Sequence[dict[str, Any]]) -> list[str]:
     begun = before = float(story[0]["t"])
     for line in story:
         t = float(line["t"])
-        facts = " ".join(f"{key}={value}" for key, value in line.items() if key not in _FIXED)
+        facts = " ".join(f"{key}={value}" for key, value in line.items() if key not in _FIXED and value != "")
         who = line["side"] if not line.get("rank") else f"{line['side']}/{line['rank']}"
         text = f"{(t - begun) * 1e3:>10.1f} ms  +{(t - before) * 1e3:>8.1f}  {who:<10} {line['event']:<12} {facts}"
         lines.append(text.rstrip())
@@ -51,32 +50,34 @@ def story_lines(story: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def bars(story: Sequence[dict[str, Any]], needed: Sequence[str], width: int = 56) -> list[str]:
-    """A bar per step, from the step before to its own event, in order of time. Says which of `needed` are missing."""
+def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width: int = 60) -> list[str]:
+    """One bar per step of `labels` on a common time axis. Ends with a line that names the steps that are missing."""
     times = first_times(story)
-    steps = sorted((times[event], label) for label, event in STEPS if event in times)
-    if not steps:
-        return ["  no events"]
-    begun, ended = steps[0][0], steps[-1][0]
-    scale = width / max(ended - begun, 1e-9)
+    spans = []
+    for label, end_event, start_events in STEPS:
+        if label in labels and end_event in times:
+            end = times[end_event]
+            starts = [times[event] for event in start_events if event in times and times[event] <= end]
+            spans.append((label, max(starts, default=min(times.values())), end))
+    missing = [label for label in labels if label not in {span[0] for span in spans}]
     lines = []
-    before = begun
-    for t, label in steps:
-        left = round((before - begun) * scale)
-        right = round((t - begun) * scale)
-        bar = " " * left + "█" * (right - left)
-        bar = bar if right > left else " " * min(left, width - 1) + "▏"
-        lines.append(f"  {label:<12}|{bar:<{width}}| {(t - begun) * 1e3:>8.1f} ms  (+{(t - before) * 1e3:.1f})")
-        before = t
-    present = {label for _, label in steps}
-    missing = [label for label in needed if label not in present]
+    if spans:
+        begun = min(times.values())
+        scale = width / max(max(end for _, _, end in spans) - begun, 1e-9)
+        for label, start, end in sorted(spans, key=lambda span: (span[2], span[1])):
+            left = min(width - 1, int((start - begun) * scale))
+            right = max(left + 1, round((end - begun) * scale))
+            bar = " " * left + ("█" * (right - left) if (end - start) * scale >= 0.5 else "▏")
+            lines.append(
+                f"  {label:<11} |{bar:<{width}}| {(end - begun) * 1e3:>8.1f} ms  took {(end - start) * 1e3:.1f}"
+            )
     if missing:
         lines.append(f"  not in the story: {', '.join(missing)}")
     return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("transfer_id", help="as the router's answers and logs name it")
+    parser.add_argument("transfer_id", help="from the answer's header x-kvferry-transfer-id, or a log")
     add_state_dir(parser)
 
 

@@ -68,6 +68,8 @@ def parse_host_port(text: str, what: str) -> tuple[str, int]:
 
 
 def _parse_url(text: str) -> tuple[str, str]:
+    if "@" in text:
+        raise ConfigError("an engine's URL takes no user or password", hint="keys go into --api-key")
     if "://" not in text:
         if text.count(":") > 1 and not text.startswith("["):
             raise ConfigError(
@@ -87,7 +89,7 @@ def _parse_url(text: str) -> tuple[str, str]:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"engine {text!r}: {error}", hint=f"for example {EXAMPLE}") from None
-    if not host or parts.query or parts.fragment or parts.username:
+    if not host or parts.query or parts.fragment:
         raise ConfigError(f"engine {text!r}: expected URL of host and port", hint=f"for example {EXAMPLE}")
     if port == 0:
         raise ConfigError(f"engine {text!r}: port 0")
