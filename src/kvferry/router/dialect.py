@@ -52,7 +52,7 @@ class Dialect(Protocol):
 
     def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params: ...
 
-    def lacks(self, returned: Params | None) -> str:
+    def lacks(self, transfer_id: TransferId, returned: Params | None) -> str:
         """What P's reply misses, "" if it is right."""
 
     def headers(self, transfer_id: TransferId) -> dict[str, str]:
@@ -87,7 +87,9 @@ class KVFerry:
             "remote_tp_size": about.tp_size,
         }
 
-    def lacks(self, returned: Params | None) -> str:
+    def lacks(self, transfer_id: TransferId, returned: Params | None) -> str:
+        if not returned or returned.get("transfer_id") != transfer_id:
+            return "this transfer's kv_transfer_params in its reply (does it run KVFerryConnector as a producer?)"
         return ""
 
     def headers(self, transfer_id: TransferId) -> dict[str, str]:
@@ -112,7 +114,7 @@ class Upstream:
     def prefill(self, transfer_id: TransferId, plan: Plan) -> Params:
         return dict(UPSTREAM_PREFILL)
 
-    def lacks(self, returned: Params | None) -> str:
+    def lacks(self, transfer_id: TransferId, returned: Params | None) -> str:
         if not returned or not returned.get("remote_engine_id"):
             return "kv_transfer_params in its reply (is it started with vLLM's NIXL connector?)"
         return ""

@@ -159,7 +159,8 @@ class Exchange:
             if reply is None:
                 message = f"prefill engine {engine.url} answered 200 without a JSON object"
                 raise LegFailed(message, side="prefill", peer=engine.url)
-            lacks = dialect.lacks(reply.get("kv_transfer_params"))
+            returned = reply.get("kv_transfer_params")
+            lacks = dialect.lacks(self.transfer_id, returned if isinstance(returned, dict) else None)
             if lacks:
                 message = f"prefill engine {engine.url} lacks {lacks}"
                 raise LegFailed(message, side="prefill", peer=engine.url)

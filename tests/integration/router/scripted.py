@@ -201,8 +201,14 @@ def usage(prompt: int = 3, completion: int = 2, cached: int | None = None) -> di
 
 
 async def prefill_ok(call: Call) -> web.StreamResponse:
+    return prefilled(call)
+
+
+def prefilled(call: Call, **more: Any) -> web.Response:
+    """P's good reply: its one token, and the transfer's parameters back."""
     choice = {"index": 0, "text": "x", "finish_reason": "length"}
-    return web.json_response({"id": "p", "object": "o", "choices": [choice], "usage": usage(3, 1)})
+    reply = {"id": "p", "object": "o", "choices": [choice], "usage": usage(3, 1)}
+    return web.json_response(reply | {"kv_transfer_params": {"transfer_id": call.params.get("transfer_id")}} | more)
 
 
 async def decode_ok(call: Call) -> web.StreamResponse:

@@ -247,6 +247,20 @@ async def test_c29_roles_and_identity_are_checked_at_readiness() -> None:
         assert "as consumer" in message and "told tp=1, its side channel says 2" in message
 
 
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_c29_a_prefill_that_gives_no_transfer_parameters(mode: str) -> None:
+    async def plain(call: Call) -> web.StreamResponse:
+        return web.json_response({"choices": [{"index": 0, "text": "x"}], "kv_transfer_params": None})
+
+    async with serving(mode=mode) as pair:
+        pair.p.script, pair.d.script = plain, hang
+        started = time.monotonic()
+        status, _, raw = await pair.complete()
+        facts = error_of(raw)
+        assert status == 502 and time.monotonic() - started < 5.0
+        assert facts["peer"] == pair.p.url and "KVFerryConnector" in facts["message"]
+
+
 async def test_c29_upstream_prefill_without_its_connector() -> None:
     for connector in ("upstream-pull", "upstream-push"):
         async with serving(connector=connector, spec={"engine_id": "E"}) as pair:

@@ -7,7 +7,20 @@ import json
 
 import pytest
 from aiohttp import web
-from scripted import CHAT, COMPLETIONS, MODEL, Call, Engine, after, decode_ok, error_of, prefill_ok, serving, usage
+from scripted import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    Call,
+    Engine,
+    after,
+    decode_ok,
+    error_of,
+    prefill_ok,
+    prefilled,
+    serving,
+    usage,
+)
 
 from kvferry.router.dialect import UPSTREAM_PREFILL
 
@@ -124,7 +137,7 @@ async def test_c07_prompt_logprobs_come_from_prefill(route: str) -> None:
 
     async def script(call: Call) -> web.StreamResponse:
         choice = {"index": 0, "prompt_logprobs": entries}
-        return web.json_response({"choices": [choice], "prompt_logprobs": entries, "usage": usage()})
+        return prefilled(call, choices=[choice], prompt_logprobs=entries)
 
     async with serving() as pair:
         pair.p.script = script
@@ -224,7 +237,7 @@ async def test_c11_lengths_and_hop_by_hop_headers() -> None:
         return web.Response(body=body, headers=headers, content_type="application/json")
 
     async def prefill(call: Call) -> web.StreamResponse:
-        return web.json_response({"choices": [{"index": 0, "text": "x"}], "usage": usage(100, 1, cached=96)})
+        return prefilled(call, usage=usage(100, 1, cached=96))
 
     async with serving() as pair:
         pair.p.script, pair.d.script = prefill, decode
