@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -112,11 +113,8 @@ def _serve_and_ask(args: argparse.Namespace, mode: str, cancel: Cancel) -> tuple
     spec = DeploymentSpec(mode=mode, model=args.model, dtype=args.dtype, state_dir=args.state_dir / f"demo-{mode}")
     with Deployment(spec, report=lambda line: say(f"   {line}"), cancel=cancel) as deployment:
         name = deployment.model_name()
-        answers = []
-        for question in QUESTIONS:
-            answers.append(
-                interruptible(cancel, lambda text=question: ask(deployment.router_url, name, text, args.max_tokens))
-            )
+        ask_one = partial(ask, deployment.router_url, name, max_tokens=args.max_tokens)
+        answers = [interruptible(cancel, partial(ask_one, question)) for question in QUESTIONS]
         say(f"== {mode}: answered")
     story = read_story(deployment.state_dir.story, answers[-1].transfer_id)
     labels = LABELS if mode_named(mode).connector == "kvferry" else ("first token", "last token")
@@ -160,7 +158,8 @@ def _print_report(args: argparse.Namespace, answers: dict[str, list[Answer]], ti
             out += [f"  every event: kvferry story {transfer} --state-dir {folder}"]
     different = differences(answers)
     out += ["", *different]
-    same = f"identical: all {len(QUESTIONS)} answers are the same in {', '.join(answers)}"
-    out += [f"NOT identical: {len(different)} answers differ" if different else same]
+    if len(answers) > 1:
+        same = f"identical: all {len(QUESTIONS)} answers are the same in {', '.join(answers)}"
+        out += [f"NOT identical: {len(different)} answers differ" if different else same]
     print("\n".join(out))
     sys.stdout.flush()

@@ -1,0 +1,154 @@
+"""Load on one OpenAI-compatible server: streamed completions of token-id prompts, timed event by event.
+
+One event loop. Requests either follow each other, or leave at absolute times whatever the server does (open loop), so
+that a slow answer delays no later request. Times are of `time.perf_counter`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from kvferry.bench.records import Sample
+
+TRANSFER_ID = "x-kvferry-transfer-id"
+
+
+class LoadClient:
+    """`async with`. `max_in_flight` bounds open requests; what waits for its turn counts as late, not as unsent."""
+
+    def __init__(
+        self, url: str, model: str, output_tokens: int, *, timeout_s: float = 120.0, max_in_flight: int = 64
+    ) -> None:
+        self._url, self._model, self._output_tokens = url, model, output_tokens
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0)
+        self._turns = asyncio.Semaphore(max_in_flight)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> LoadClient:
+        self._session = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def one_by_one(
+        self, prompts: Sequence[tuple[int, list[int]]], done: Callable[[Sample], None] = lambda sample: None
+    ) -> list[Sample]:
+        """`prompts`: (index, token ids). Stops at the first failure: what follows would be measured on a sick server."""
+        samples: list[Sample] = []
+        for index, tokens in prompts:
+            samples.append(await self.ask(index, tokens))
+            done(samples[-1])
+            if samples[-1].error:
+                break
+        return samples
+
+    async def at_times(
+        self,
+        prompts: Sequence[tuple[int, list[int]]],
+        due: Sequence[float],
+        done: Callable[[Sample], None] = lambda sample: None,
+    ) -> list[Sample]:
+        """Prompt i leaves `due[i]` seconds after now."""
+        begun = time.perf_counter()
+
+        async def send(index: int, tokens: list[int], at: float) -> Sample:
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            async with self._turns:
+                sample = await self.ask(index, tokens, at)
+            done(sample)
+            return sample
+
+        tasks = [
+            asyncio.create_task(send(index, tokens, begun + offset))
+            for (index, tokens), offset in zip(prompts, due, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def ask(self, index: int, tokens: list[int], due: float | None = None) -> Sample:
+        """One request. A failure is told in `error`, never raised."""
+        assert self._session is not None
+        body = json.dumps(self._body(tokens), separators=(",", ":")).encode()
+        sample = Sample(index, len(tokens))
+        sent = time.perf_counter()
+        due = sent if due is None else due
+        sample.lag_ms = (sent - due) * 1e3
+        try:
+            url = f"{self._url}/v1/completions"
+            async with self._session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+                sample.transfer_id = response.headers.get(TRANSFER_ID, "")
+                if response.status != 200:
+                    sample.error = f"{response.status}: {(await response.text())[:300].strip()}"
+                else:
+                    await _read(response, sample, due)
+        except TimeoutError:
+            sample.error = f"no whole answer within {self._timeout.total:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            sample.error = f"{type(error).__name__}: {error}"
+        return sample
+
+    def _body(self, tokens: list[int]) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": tokens,
+            "max_tokens": self._output_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            # How many tokens each event carries; without it several tokens in one event would look like one.
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+
+
+async def _read(response: aiohttp.ClientResponse, sample: Sample, due: float) -> None:
+    """The stream of one answer. An event counts by the time its last byte was read."""
+    before = 0.0
+    ended = False
+    rest = b""
+    async for chunk in response.content.iter_any():
+        now = time.perf_counter()
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                ended = True
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                sample.error = f"error event: {str(event['error'])[:300]}"
+                return
+            total = _tokens_so_far(event, sample.tokens)
+            if total <= sample.tokens:
+                continue
+            if not sample.tokens:
+                sample.ttft_ms = (now - due) * 1e3
+                sample.first_tokens = total
+            else:
+                sample.itl_ms.append((now - before) * 1e3)
+            sample.tokens = total
+            sample.text += event["choices"][0].get("text", "")
+            before = now
+            sample.e2e_ms = (now - due) * 1e3
+    if not ended:
+        sample.error = "the stream ended without [DONE]"
+
+
+def _tokens_so_far(event: dict[str, Any], before: int) -> int:
+    """By the event's own count; a server that counts nothing sends one token per event."""
+    if not event.get("choices"):
+        return before
+    usage = event.get("usage")
+    return int(usage["completion_tokens"]) if usage else before + 1

@@ -1,0 +1,212 @@
+"""Modes side by side on one machine, in rounds: one deployment at a time, started, measured, stopped.
+
+Modes need different engines, and idle engines are not quiet (NIXL's progress threads spin), so nothing but the mode
+under test runs. Every round visits every mode once, the next one in reverse, so that a drift of the machine meets all
+alike. The prompts are the same in every mode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvferry.bench import evidence, workload
+from kvferry.bench.client import LoadClient
+from kvferry.bench.records import Batch, Sample, Variant, expected_bytes
+from kvferry.launch import model as models
+from kvferry.launch.cancel import Cancel
+from kvferry.launch.deployment import Deployment
+from kvferry.launch.process import ProcessDied
+from kvferry.launch.spec import DeploymentSpec, mode_named
+
+Report = Callable[[str], None]
+FIRST = 1_000_000
+"""Prompts of first requests are numbered from here, so that none is a measured one."""
+PUBLISHED_ARGS = ("--no-enable-prefix-caching",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    modes: Sequence[str]
+    as_shipped: Sequence[str] = ()
+    model: str = "smollm2"
+    dtype: str = "bfloat16"
+    input_lens: Sequence[int] = (500,)
+    output_tokens: int = 32
+    num: int = 10
+    as_shipped_num: int = 4
+    rounds: int = 2
+    qps: float | None = None
+    arrival: workload.Arrival = "poisson"
+    max_in_flight: int = 64
+    seed: int = 0
+    warm_up: bool = True
+    timeout_s: float = 300.0
+    vllm_args: Sequence[str] = ()
+
+    def engine_args(self) -> list[str]:
+        return [*PUBLISHED_ARGS, *self.vllm_args]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One start of one deployment: requests `indexes` of each prompt length, after one of `first_len` on its own."""
+
+    variant: Variant
+    round: int
+    indexes: range
+    first_len: int
+
+
+@dataclass
+class Run:
+    """`kv_bytes`: of one token. `slices`: what the machine did meanwhile."""
+
+    kv_bytes: int
+    batches: list[Batch] = field(default_factory=list)
+    slices: list[dict[str, Any]] = field(default_factory=list)
+
+
+def rounds_plan(settings: Settings) -> list[Slice]:
+    """ABC, CBA, BCA, ACB, ...: each pair of rounds starts one mode later, and its second round is its first reversed.
+    As-shipped modes come last, once each.
+    """
+    modes = list(settings.modes)
+    plan = []
+    for number in range(settings.rounds):
+        shift = number // 2 % max(1, len(modes))
+        order = modes[shift:] + modes[:shift]
+        begin, end = (settings.num * n // settings.rounds for n in (number, number + 1))
+        first_len = settings.input_lens[number % len(settings.input_lens)]
+        for mode in order if number % 2 == 0 else reversed(order):
+            plan.append(Slice(Variant(mode), number, range(begin, end), first_len))
+    for mode in settings.as_shipped:
+        plan.append(Slice(Variant(mode, False), 0, range(settings.as_shipped_num), settings.input_lens[0]))
+    return plan
+
+
+def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) -> Run:
+    """Raises `VoidRun` as soon as one slice is not what it should be. Logs and stories stay in `folder`."""
+    plan = rounds_plan(settings)
+    path = models.prepare(settings.model, report=report, cancel=cancel)
+    facts = workload.model_facts(path, settings.dtype, settings.vllm_args)
+    run = Run(facts.kv_bytes)
+    begun = time.monotonic()
+    for number, part in enumerate(plan):
+        spent = time.monotonic() - begun
+        left = f", about {spent / number * (len(plan) - number) / 60:.0f} min left" if number else ""
+        report(f"[{number + 1}/{len(plan)}] {part.variant.label}, round {part.round + 1}{left}")
+        state = folder / f"{number + 1:02d}-{part.variant.label.replace(' ', '-')}"
+        _measure(settings, part, facts, state, run, report, cancel)
+    return run
+
+
+def _measure(
+    settings: Settings,
+    part: Slice,
+    facts: workload.ModelFacts,
+    state: Path,
+    run: Run,
+    report: Report,
+    cancel: Cancel,
+) -> None:
+    load, begun, before = os.getloadavg()[0], time.monotonic(), psutil.cpu_times()
+    spec = DeploymentSpec(
+        mode=part.variant.mode,
+        model=settings.model,
+        dtype=settings.dtype,
+        vllm_args=settings.engine_args(),
+        tuned=part.variant.tuned,
+        warm_up=settings.warm_up,
+        state_dir=state,
+    )
+    batches: list[Batch] = []
+    counted: list[evidence.Counters] = []
+    hint = f"logs: {state / 'logs'}"
+    deployment = Deployment(spec, report=_quieter(report), cancel=cancel)
+    try:
+        with deployment:
+            ready_s = time.monotonic() - begun
+            urls = {engine.url: engine.role for engine in deployment.engines}
+            for length in sorted(settings.input_lens, key=lambda length: length != part.first_len):
+                batch = Batch(part.variant, length, part.round, [])
+                if length == part.first_len:
+                    prompts = [(FIRST + part.round, workload.prompt(facts, settings.seed, length, FIRST + part.round))]
+                    batch.first = _ask(settings, deployment, prompts, None, report, cancel)[0]
+                    evidence.check_answers(part.variant, [batch.first], settings.output_tokens, hint)
+                    evidence.settled(urls, evidence.Counters(0.0, 0.0), expected_bytes([batch.first], facts.kv_bytes))
+                start = evidence.read_counters(urls)
+                prompts = [(i, workload.prompt(facts, settings.seed, length, i)) for i in part.indexes]
+                batch.samples = _ask(settings, deployment, prompts, settings.qps, report, cancel)
+                evidence.check_answers(part.variant, batch.samples, settings.output_tokens, hint)
+                wanted = expected_bytes(batch.samples, facts.kv_bytes)
+                counted.append(evidence.settled(urls, start, wanted if mode_named(spec.mode).split else 0))
+                batches.append(batch)
+    except ProcessDied as error:
+        for line in error.tail:
+            report(f"  {line}")
+        raise
+    after = psutil.cpu_times()
+    for batch, counters in zip(batches, counted, strict=True):
+        evidence.add_story(deployment.state_dir.story, [*batch.samples, *([batch.first] if batch.first else [])])
+        evidence.check_moved(batch, counters, facts.kv_bytes, hint)
+    run.batches += batches
+    run.slices.append(
+        {
+            "mode": part.variant.mode,
+            "tuned": part.variant.tuned,
+            "round": part.round,
+            "ready_s": round(ready_s, 1),
+            "total_s": round(time.monotonic() - begun, 1),
+            "loadavg_1m_before": round(load, 2),
+            "steal_s": round(getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0), 2),
+        }
+    )
+
+
+def _quieter(report: Report) -> Report:
+    return lambda line: None if ": loading " in line else report(f"  {line}")
+
+
+def _ask(
+    settings: Settings,
+    deployment: Deployment,
+    prompts: list[tuple[int, list[int]]],
+    qps: float | None,
+    report: Report,
+    cancel: Cancel,
+) -> list[Sample]:
+    def done(sample: Sample) -> None:
+        what = sample.error or f"first token after {sample.ttft_ms:.0f} ms, whole after {sample.e2e_ms:.0f} ms"
+        report(f"  {sample.input_len} tokens, request {sample.index}: {what}")
+
+    async def drive() -> list[Sample]:
+        async with LoadClient(
+            deployment.router_url,
+            deployment.model_name(),
+            settings.output_tokens,
+            timeout_s=settings.timeout_s,
+            max_in_flight=settings.max_in_flight,
+        ) as client:
+            if qps is None:
+                return await client.one_by_one(prompts, done)
+            due = workload.send_times(len(prompts), qps, settings.arrival, settings.seed)
+            return await client.at_times(prompts, due, done)
+
+    async def until_stopped() -> list[Sample]:
+        asking = asyncio.create_task(drive())
+        while not (await asyncio.wait({asking}, timeout=0.2))[0]:
+            if cancel.count:
+                asking.cancel()
+                await asyncio.wait({asking})
+                cancel.check()
+        return asking.result()
+
+    return asyncio.run(until_stopped())

