@@ -123,7 +123,7 @@ async def test_side_channel_accepts_and_stays_mute(legs: Legs) -> None:
         verdict = await fails(legs, landing_params(new_transfer_id(), "push", legs.prefill, remote_port=port))
         await streaming
     assert verdict.code == "peer_unreachable"
-    assert len(times) > 150 and max(b - a for a, b in itertools.pairwise(times)) < 1.0
+    assert len(times) > 100 and max(b - a for a, b in itertools.pairwise(times)) < 1.0
 
 
 @pytest.mark.parametrize("missing", ["transfer_id", "remote_host", "remote_port"])
@@ -183,9 +183,11 @@ async def test_client_leaves_while_decode_waits(legs: Legs) -> None:
         while (await inquiry.why(*side_channel(legs.decode), transfer_id)).state != "open":
             await asyncio.sleep(0.02)
     waiting.cancel()
-    await at_baseline(legs, legs.decode, 2.0)
-    verdict = await inquiry.why(*side_channel(legs.decode), transfer_id)
+    async with asyncio.timeout(2):
+        while (verdict := await inquiry.why(*side_channel(legs.decode), transfer_id)).state == "open":
+            await asyncio.sleep(0.02)
     assert (verdict.state, verdict.code) == ("failed", "cancelled")
+    await at_baseline(legs, legs.decode, 2.0)
 
 
 async def test_decode_queue_aborted(legs: Legs) -> None:
