@@ -172,7 +172,7 @@ def _story(folder: Path, events: tuple[tuple[str, str, float], ...]) -> None:
 
 def test_bars_share_one_axis_and_show_what_ran_side_by_side(tmp_path: Path) -> None:
     _story(tmp_path, PUSH)
-    lines = bars(read_story(tmp_path, "t1"), width=200)
+    lines = bars(read_story(tmp_path, "t1"), width=150)
     by_label = {line[2:13].strip(): line for line in lines}
     assert list(by_label) == [
         "queued", "registered", "prefill", "matched", "posted", "landed", "first token", "last token",
@@ -182,7 +182,9 @@ def test_bars_share_one_axis_and_show_what_ran_side_by_side(tmp_path: Path) -> N
     assert by_label["landed"].endswith("122.0 ms  took 10.0")
     drawn = by_label["prefill"].split("|")[1]
     assert (drawn.index("█"), drawn.count("█")) == (10, 100)
-    assert by_label["last token"].split("|")[1].endswith("█")
+    assert by_label["first token"].split("|")[1].endswith("█"), "the axis ends here"
+    assert by_label["last token"].split("|")[1].endswith("→")
+    assert {len(line.split("|")[1]) for line in lines} == {150}
 
 
 def test_bars_name_missing_events(tmp_path: Path) -> None:

@@ -90,10 +90,12 @@ def up(args: argparse.Namespace) -> int:
     cancel.catch_signals()
     cancel.add_lifeline(detach.parent_pipe())
     deployment = Deployment(spec, report=say, cancel=cancel)
+    code = 130  # a stop before 'ready' is no success
     try:
         deployment.start()
         cancel.forget_lifeline()
         print(f"ready {deployment.router_url}", flush=True)
+        code = 0
         _keep(deployment, cancel)
     except Stopped:
         say("stopping")
@@ -103,7 +105,7 @@ def up(args: argparse.Namespace) -> int:
     finally:
         deployment.stop()
         say("stopped")
-    return 0
+    return code
 
 
 def _keep(deployment: Deployment, cancel: Cancel) -> None:

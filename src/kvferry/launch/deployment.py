@@ -74,6 +74,7 @@ class Deployment:
         self._cancel = cancel or Cancel()
         self._ports = Ports()
         self._guard: Guard | None = None
+        self._is_ready = False
         self._scratch = Path()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class Deployment:
             process.note_shm()
         self._ports.release()
         self._write_state("ready")
+        self._is_ready = True
 
     def _plan(self) -> list[Engine]:
         plans = []
@@ -151,9 +153,12 @@ class Deployment:
                 self._write_state("stopping")
             except OSError:
                 pass  # a full disk must not keep engines alive
-            count = self._cancel.count
-            grace: Callable[[], float] = lambda: 0.0 if self._cancel.count > max(count, 1) else 10.0  # noqa: E731
-            end_trees([p.tree for p in started], grace=grace, reap=lambda: [p.poll() for p in started])
+            patience = 10.0 if self._is_ready else 3.0  # an engine that still loads has nothing to finish
+            end_trees(
+                [process.tree for process in started],
+                grace=lambda: 0.0 if self._cancel.count >= 2 else patience,  # Ctrl-C twice: at once
+                reap=lambda: [process.poll() for process in started],
+            )
             for process in started:
                 process.ended()
         if self._guard:
@@ -196,6 +201,7 @@ class Deployment:
         self._write_state("ready")
         if wait:
             self.wait_ready([name])
+            process.note_shm()
 
     def dead(self) -> list[ManagedProcess]:
         """Those that ended though nobody asked them to."""

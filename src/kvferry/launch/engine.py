@@ -24,6 +24,7 @@ from kvferry.launch.ports import LOOPBACK
 from kvferry.launch.spec import DeploymentSpec, Mode, Role, served_name, tensor_parallel
 
 MODULE = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = "kvferry.connector.middleware.CheckTransferParams"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 # Everything on this machine, nothing asked of the network, nothing reported.
@@ -144,6 +145,8 @@ def command(spec: DeploymentSpec, mode: Mode, engine: Engine, model: Path, peers
     config = kv_transfer_config(spec, mode, engine, peers)
     if config is not None:
         line += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
+    if mode.connector == "kvferry":
+        line += ["--middleware", MIDDLEWARE]
     return [*line, *args]
 
 

@@ -110,7 +110,7 @@ class ManagedProcess:
 
     def died(self, when: str) -> ProcessDied:
         """The error that says that it ended, and how."""
-        code = self.poll()
+        code = None if self._process is None else self._process.wait(5.0)  # dead, perhaps not yet reaped
         cause = self.cause()
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}"

@@ -11,6 +11,7 @@ from kvferry.launch.web import get_json, healthy, post_json
 
 Report = Callable[[str], None]
 SAY_EVERY_S = 5.0
+NOTE_EVERY_S = 2.0  # shared memory of a process that dies later without a word can then be removed
 
 
 def wait_healthy(
@@ -25,7 +26,7 @@ def wait_healthy(
 
     ProcessDied at once when any of `processes` that was started has ended, or after `timeout_s`.
     """
-    begun = said = time.monotonic()
+    begun = said = noted = time.monotonic()
     took: dict[str, float] = {}
     while True:
         for process in processes:
@@ -43,7 +44,11 @@ def wait_healthy(
             first = late[0]
             message = f"{first.name} does not answer after {timeout_s:.0f} s"
             raise ProcessDied(message, hint=f"its log: {first.log}", tail=first.lines())
-        if now - said >= SAY_EVERY_S:
+        if now - noted >= NOTE_EVERY_S:
+            noted = now
+            for process in late:
+                process.note_shm()
+        if now - said >= (SAY_EVERY_S if now - begun < 20.0 else 2 * SAY_EVERY_S):
             said = now
             for process in late:
                 report(f"{process.name}: loading {now - begun:.0f} s")

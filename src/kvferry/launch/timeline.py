@@ -51,7 +51,9 @@ def story_lines(story: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width: int = 60) -> list[str]:
-    """One bar per step of `labels` on a common time axis. Ends with a line that names the steps that are missing."""
+    """One bar per step of `labels` on a common time axis that ends with the first token, where there is one; what goes
+    on after it ends in an arrow. The last line names the steps that are missing.
+    """
     times = first_times(story)
     spans = []
     for label, end_event, start_events in STEPS:
@@ -63,14 +65,15 @@ def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width:
     lines = []
     if spans:
         begun = min(times.values())
-        scale = width / max(max(end for _, _, end in spans) - begun, 1e-9)
+        axis_end = times.get("first_token", max(end for _, _, end in spans))
+        scale = width / max(axis_end - begun, 1e-9)
         for label, start, end in sorted(spans, key=lambda span: (span[2], span[1])):
-            left = min(width - 1, int((start - begun) * scale))
-            right = max(left + 1, round((end - begun) * scale))
-            bar = " " * left + ("█" * (right - left) if (end - start) * scale >= 0.5 else "▏")
-            lines.append(
-                f"  {label:<11} |{bar:<{width}}| {(end - begun) * 1e3:>8.1f} ms  took {(end - start) * 1e3:.1f}"
-            )
+            left = min(width - 1, round((start - begun) * scale))
+            length = round((end - begun) * scale) - left
+            bar = " " * left + ("█" * length if length > 0 else "▏")
+            bar = bar if len(bar) <= width else bar[: width - 1] + "→"
+            at, took = (end - begun) * 1e3, (end - start) * 1e3
+            lines.append(f"  {label:<11} |{bar:<{width}}| {at:>8.1f} ms  took {took:.1f}")
     if missing:
         lines.append(f"  not in the story: {', '.join(missing)}")
     return lines

@@ -2,7 +2,8 @@
 
 A tree is everything that started from one leader, which was started in a session of its own with a marker in its
 environment. A process belongs to it if it is in that session or carries that marker: so a child whose parent died,
-and one that made a session of its own, are found too. Standard library and psutil only: the watchdog imports this.
+and one that made a session of its own, are found too. (vLLM's processes rename themselves, which overwrites what can
+be read of their environment; they stay in the session.) Standard library and psutil only: the watchdog imports this.
 """
 
 from __future__ import annotations
@@ -159,16 +160,21 @@ def end_trees(
     """End every process of these trees and remove their shared memory.
 
     Leaders get SIGTERM and `grace` seconds to close down in order (asked again and again: a second Ctrl-C shortens
-    it); what is left then gets SIGKILL. Resource trackers go last, for they clean up after the others.
+    it). What a leader left behind gets SIGTERM and two seconds, what is left then SIGKILL. Resource trackers go last,
+    for they clean up after the others.
     """
     trees = list(trees)
     note_shm(trees)
     leaders = {tree.pid for tree in trees}
     begun = time.monotonic()
     _send([process for process in members(trees) if process.pid in leaders], signal.SIGTERM)
-    while not _wait_gone(trees, min(begun + grace(), time.monotonic() + 0.5), reap, _is_worker):
+    while not _wait_gone(trees, min(begun + grace(), time.monotonic() + 0.5), reap, lambda p: p.pid in leaders):
         if time.monotonic() >= begun + grace():
             break
+    note_shm(trees)
+    orphans = [process for process in members(trees) if process.pid not in leaders and _is_worker(process)]
+    _send(orphans, signal.SIGTERM)
+    _wait_gone(trees, time.monotonic() + min(2.0, grace()), reap, _is_worker)
     note_shm(trees)
     for _ in range(20):  # a member may have started another one meanwhile
         left = [process for process in members(trees) if _is_worker(process)]
