@@ -41,7 +41,7 @@ class LoadClient:
     async def one_by_one(
         self, prompts: Sequence[tuple[int, list[int]]], done: Callable[[Sample], None] = lambda sample: None
     ) -> list[Sample]:
-        """`prompts`: (index, token ids). Stops at the first failure: what follows would be measured on a sick server."""
+        """`prompts`: (index, token ids). Stops at the first failure: the rest would be measured on a sick server."""
         samples: list[Sample] = []
         for index, tokens in prompts:
             samples.append(await self.ask(index, tokens))

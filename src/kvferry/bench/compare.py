@@ -20,6 +20,7 @@ import psutil
 from kvferry.bench import evidence, workload
 from kvferry.bench.client import LoadClient
 from kvferry.bench.records import Batch, Sample, Variant, expected_bytes
+from kvferry.errors import KVFerryError
 from kvferry.launch import model as models
 from kvferry.launch.cancel import Cancel
 from kvferry.launch.deployment import Deployment
@@ -67,11 +68,12 @@ class Slice:
 
 @dataclass
 class Run:
-    """`kv_bytes`: of one token. `slices`: what the machine did meanwhile."""
+    """`kv_bytes`: of one token. `slices`: what the machine did meanwhile. `failures`: of as-shipped modes."""
 
     kv_bytes: int
     batches: list[Batch] = field(default_factory=list)
     slices: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 def rounds_plan(settings: Settings) -> list[Slice]:
@@ -93,7 +95,11 @@ def rounds_plan(settings: Settings) -> list[Slice]:
 
 
 def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) -> Run:
-    """Raises `VoidRun` as soon as one slice is not what it should be. Logs and stories stay in `folder`."""
+    """Raises `VoidRun` as soon as one slice is not what it should be. Logs and stories stay in `folder`.
+
+    As-shipped modes are for information and may not work at all on few cores (their handshake gives up after 5 s):
+    each gets a second start, and what went wrong is part of the result.
+    """
     plan = rounds_plan(settings)
     path = models.prepare(settings.model, report=report, cancel=cancel)
     facts = workload.model_facts(path, settings.dtype, settings.vllm_args)
@@ -104,7 +110,16 @@ def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) ->
         left = f", about {spent / number * (len(plan) - number) / 60:.0f} min left" if number else ""
         report(f"[{number + 1}/{len(plan)}] {part.variant.label}, round {part.round + 1}{left}")
         state = folder / f"{number + 1:02d}-{part.variant.label.replace(' ', '-')}"
-        _measure(settings, part, facts, state, run, report, cancel)
+        if part.variant.tuned:
+            _measure(settings, part, facts, state, run, report, cancel)
+            continue
+        for attempt in (1, 2):
+            try:
+                _measure(settings, part, facts, state.with_name(f"{state.name}-{attempt}"), run, report, cancel)
+                break
+            except KVFerryError as error:
+                report(f"  failed: {error.message}")
+                run.failures.append({"mode": part.variant.mode, "attempt": attempt, "reason": error.message})
     return run
 
 
@@ -130,6 +145,7 @@ def _measure(
     batches: list[Batch] = []
     counted: list[evidence.Counters] = []
     hint = f"logs: {state / 'logs'}"
+    split = mode_named(spec.mode).split
     deployment = Deployment(spec, report=_quieter(report), cancel=cancel)
     try:
         with deployment:
@@ -138,16 +154,17 @@ def _measure(
             for length in sorted(settings.input_lens, key=lambda length: length != part.first_len):
                 batch = Batch(part.variant, length, part.round, [])
                 if length == part.first_len:
+                    start = evidence.read_counters(urls)
                     prompts = [(FIRST + part.round, workload.prompt(facts, settings.seed, length, FIRST + part.round))]
                     batch.first = _ask(settings, deployment, prompts, None, report, cancel)[0]
                     evidence.check_answers(part.variant, [batch.first], settings.output_tokens, hint)
-                    evidence.settled(urls, evidence.Counters(0.0, 0.0), expected_bytes([batch.first], facts.kv_bytes))
+                    evidence.settled(urls, start, expected_bytes([batch.first], facts.kv_bytes) if split else 0)
                 start = evidence.read_counters(urls)
                 prompts = [(i, workload.prompt(facts, settings.seed, length, i)) for i in part.indexes]
                 batch.samples = _ask(settings, deployment, prompts, settings.qps, report, cancel)
                 evidence.check_answers(part.variant, batch.samples, settings.output_tokens, hint)
                 wanted = expected_bytes(batch.samples, facts.kv_bytes)
-                counted.append(evidence.settled(urls, start, wanted if mode_named(spec.mode).split else 0))
+                counted.append(evidence.settled(urls, start, wanted if split else 0))
                 batches.append(batch)
     except ProcessDied as error:
         for line in error.tail:

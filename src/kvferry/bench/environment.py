@@ -26,7 +26,6 @@ def environment() -> dict[str, Any]:
         "torch": _version("torch"),
         "nixl": _version("nixl-cu12") or _version("nixl-cu13") or _version("nixl"),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "loadavg_1m_before": round(os.getloadavg()[0], 2),
     }
 
 

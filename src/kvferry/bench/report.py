@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.compare import PUBLISHED_ARGS, Run, Settings
+from kvferry.bench.compare import Run, Settings
 from kvferry.bench.environment import environment
 from kvferry.bench.records import Batch, result
 from kvferry.bench.verdict import hook_verdicts, ratios
@@ -33,6 +33,7 @@ def facts_of(settings: Settings, run: Run) -> dict[str, Any]:
     return {
         "results": results,
         "as_shipped": entries(False, settings.as_shipped),
+        "as_shipped_failures": run.failures,
         "ratios": ratios(results, settings.seed),
         "hooks": hook_verdicts(results),
         "same_text": same_text(results),
@@ -44,7 +45,6 @@ def facts_of(settings: Settings, run: Run) -> dict[str, Any]:
             "vllm_args": settings.engine_args(),
             "engine_env": {**engines.CPU_ENV, **engines.CPU_TUNED_ENV} if not engines.gpus() else {},
             "upstream_env": engines.UPSTREAM_TUNED_ENV,
-            "published_args": list(PUBLISHED_ARGS),
             "kv_bytes_per_token": run.kv_bytes,
         },
     }
@@ -88,7 +88,7 @@ def markdown(facts: dict[str, Any]) -> str:
         f"{about['date']}: {about['cores']} cores of {about['cpu_model']}, {about['memory_gib']} GiB, vLLM "
         f"{about['vllm']}, torch {about['torch']}, nixl {about['nixl']}, kvferry {about['kvferry']}, Python "
         f"{about['python']}, model {about['settings']['model']}, seed {about['seed']}, load average before "
-        f"{about['loadavg_1m_before']}."
+        f"{facts['slices'][0]['loadavg_1m_before']}."
     )
     tables = [_piped(_result_rows(facts)), _piped(_verdict_rows(facts))]
     notes = "\n".join(f"- {note}" for note in _notes(facts))
@@ -139,12 +139,13 @@ def _mark(line: dict[str, Any]) -> str:
 def _notes(facts: dict[str, Any]) -> list[str]:
     notes = ["times in ms, moved and expected in MiB; `first`: median of the first requests after each start"]
     for line in facts["same_text"]:
-        notes.append(
-            f"{line['mode']}, {line['input_len']} tokens: {line['equal']} of {line['of']} answers are those of {line['as']}"
-        )
+        whose = f"{line['mode']}, {line['input_len']} tokens"
+        notes.append(f"{whose}: {line['equal']} of {line['of']} answers are those of {line['as']}")
+    for line in facts["as_shipped_failures"]:
+        notes.append(f"{line['mode']} as shipped, start {line['attempt']} failed: {line['reason']}")
     if not facts["environment"]["settings"]["warm_up"]:
         notes.append("without the launcher's warm-up requests")
-    busy = max((part["loadavg_1m_before"] for part in facts["slices"][:1]), default=0.0)
+    busy = facts["slices"][0]["loadavg_1m_before"]
     if busy > 0.5:
         notes.append(f"the machine was not quiet at the start: load average {busy}")
     return notes
