@@ -98,7 +98,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
         sent, received, failed = self._worker.results()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        return KVConnectorTransferResults(set(sent), set(received), set(failed))
 
     def shutdown(self) -> None:
         if self._worker is not None:

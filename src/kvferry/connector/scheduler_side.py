@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.config import ConnectorConfig
 from kvferry.connector.hooks import take_ms, timed
-from kvferry.connector.metadata import Reject, StepMetadata
+from kvferry.connector.metadata import IDLE, NOTHING, Reject, StepMetadata
 from kvferry.connector.params import LandingParams, SourceParams, parse
 from kvferry.errors import ConfigError
 from kvferry.ids import TransferId, new_transfer_id
@@ -139,6 +139,8 @@ class SchedulerSide:
     @timed
     def build(self, output: Any) -> StepMetadata:
         """Called once per step, after scheduling; `request.num_computed_tokens` doesn't include this step yet."""
+        if not output.total_num_scheduled_tokens and not self._next.news and not output.preempted_req_ids:
+            return IDLE if self._anything_open() else NOTHING  # the common step while a request waits: keep it cheap
         step, self._next = self._next, StepMetadata()
         state = output.kv_connector_block_state
         for request_id in output.preempted_req_ids or ():
@@ -171,6 +173,8 @@ class SchedulerSide:
     @timed
     def update(self, output: Any) -> None:
         """`output.finished_*`: ids that every worker has reported. The scheduler reads them after us."""
+        if not output.finished_recving and not output.finished_sending:
+            return
         for request_id in output.finished_recving or ():
             landing = self._landings.get(request_id)
             if landing is not None:

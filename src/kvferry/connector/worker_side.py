@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvferry.connector")
 
 _FIRST_IDLE_WAIT_S = 0.001
+_NO_RESULTS: tuple[set[str], set[str], set[str]] = (set(), set(), set())  # shared, never changed
 
 
 class WorkerSide:
@@ -41,7 +42,6 @@ class WorkerSide:
         self._handed = False  # this step's post-forward part is done
         self._reportable: set[str] = set()  # requests whose Received the engine waits for
         self._results: list[Result] = []
-        self._failed_now: list[Result] = []
         self._idle_wait_s = _FIRST_IDLE_WAIT_S
         self._scratch: Any = None
 
@@ -97,9 +97,9 @@ class WorkerSide:
     @timed
     def bind(self, step: StepMetadata) -> None:
         """Before the forward: what needs no KV of this step leaves now."""
-        self._step, self._handed = step, False
+        self._step, self._handed = step, not step.readies
         transfers = self._transfers
-        if transfers is None:
+        if transfers is None or not step.news:
             return
         for expect in step.expects:
             transfers.submit(expect)
@@ -119,11 +119,13 @@ class WorkerSide:
         for ready in step.finished:
             transfers.submit(dataclasses.replace(ready, block_ids=expand(ready.block_ids, self._ratio)))
 
-    @timed
     def forward_done(self) -> None:
         """After the forward was launched (CUDA) or done (CPU). Idempotent within a step."""
-        if self._handed or self._transfers is None:
-            return
+        if not self._handed and self._transfers is not None:
+            self._hand_over(self._transfers)
+
+    @timed
+    def _hand_over(self, transfers: Transfers) -> None:
         self._handed = True
         moment = None
         for ready in self._step.readies:
@@ -133,7 +135,7 @@ class WorkerSide:
                 moment = torch.cuda.Event()
                 moment.record(torch.cuda.current_stream())
             block_ids = expand(ready.block_ids, self._ratio)
-            self._transfers.submit(dataclasses.replace(ready, block_ids=block_ids, moment=moment))
+            transfers.submit(dataclasses.replace(ready, block_ids=block_ids, moment=moment))
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """(finished_sending, finished_recving, failed_recving): request ids, each reported once.
@@ -143,21 +145,24 @@ class WorkerSide:
         """
         self.forward_done()
         if self._transfers is None:
-            return set(), set(), set()
+            return _NO_RESULTS
         step = self._step
         if step.idle and not self._results:
             self._transfers.wait(self._idle_wait_s)
             self._idle_wait_s = min(2 * self._idle_wait_s, self.config.idle_wait_ms / 1e3)
         out = self._take()
-        if not step.idle or out[0] or out[1] or step.expects or step.lands:
+        if not step.idle or step.news or out is not _NO_RESULTS:
             self._idle_wait_s = _FIRST_IDLE_WAIT_S
         return out
 
     @timed
     def _take(self) -> tuple[set[str], set[str], set[str]]:
         assert self._transfers is not None
-        results = self._results + self._transfers.results()
-        self._results = []
+        results = self._transfers.results()
+        if self._results:
+            results, self._results = self._results + results, []
+        if not results:
+            return _NO_RESULTS
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()

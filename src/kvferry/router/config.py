@@ -38,8 +38,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Side channel and model list are asked this often while an engine is well: they change only with a restart."""
     connect_timeout_s: float = 5.0
     hold_s: float = 0.25
-    """How long D's first token waits for P's answer. P's answer precedes it by a decode step, so it never waits on
-    the good path; a P whose front end lags costs at most this."""
+    """How long a failure of D waits for P's, which says more. D's first token waits for nothing: it exists only because
+    P's KV has landed, or because D needed none of it."""
     allow_local_prefill: bool = False
     """With no prefill engine ready, let D compute the prompt itself (counted, and warned about)."""
 

@@ -98,14 +98,14 @@ class Exchange:
         return await self._first_of(prefill, decode)
 
     async def _first_of(self, prefill: asyncio.Task[Body], decode: asyncio.Task[Answer]) -> Answer:
-        """D's answer once P's outcome cannot be an error any more; P's error goes before D's."""
+        """D's answer; P's error goes before D's. A token of D's proves that P's KV has landed: it waits for nothing."""
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done():
             prefill.result()
             return await decode
         error = decode.exception()
         if error is None:
-            hold = PREFILL_TAIL_S if decode.result().watcher is None else self._services.config.hold_s
+            hold = PREFILL_TAIL_S if decode.result().watcher is None else 0.0
         else:
             hold = (
                 0.0 if isinstance(error, LegFailed) and 400 <= error.own_status < 500 else self._services.config.hold_s

@@ -57,13 +57,13 @@ async def test_c20_prefills_error_is_the_clients(mode: str, stream: bool, status
             assert pair.d.calls == []
 
 
-async def test_c20_prefills_error_wins_over_a_decode_that_answers_first() -> None:
+async def test_c20_prefills_error_wins_over_a_decode_that_fails_first() -> None:
     loop = asyncio.get_running_loop()
     gate = asyncio.Event()
 
     async def answers(call: Call) -> web.StreamResponse:
         loop.call_later(0.05, gate.set)
-        return await decode_ok(call)
+        return await refuse(500, {"error": {"message": "the KV never came"}})(call)
 
     async with serving() as pair:
         pair.p.script, pair.d.script = after(gate, refuse(400, TOO_LONG)), answers

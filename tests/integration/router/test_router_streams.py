@@ -148,12 +148,11 @@ async def test_c15_a_comment_that_came_before_prefills_answer_goes_out_with_it()
 
 async def test_a_token_does_not_wait_for_a_lagging_prefill_front_end() -> None:
     gate = asyncio.Event()
-    async with serving(hold_s=0.1) as pair:
+    async with serving() as pair:
         pair.p.script = after(gate, prefill_ok)
-        begun = time.monotonic()
         status, _, raw = await pair.complete(stream=True)
         assert status == 200 and raw.endswith(DONE)
-        assert 0.1 <= time.monotonic() - begun < 1.0
+        assert not gate.is_set()
         gate.set()
 
 
