@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.lease import Deadlines
-from kvferry.protocol.messages import Cancel, Fetched, Message, Mode, Register
+from kvferry.protocol.messages import Cancel, Fetched, Mode, Register
 from kvferry.protocol.rendezvous import Note, PeerKey, Send
 from kvferry.protocol.table import Table, transition
 
@@ -27,6 +27,7 @@ class Leg(Enum):
     CONFIRMING = auto()  # pull: read; P has yet to say that its blocks held still
     CANCELLING = auto()  # P has yet to say that no write can come
     DRAINING = auto()  # ended, but our READs have not
+    SETTLING = auto()  # P is cut off or dead; what it had on the way may still arrive
     LANDED = auto()
     FAILED = auto()
 
@@ -73,7 +74,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class PeerGone:
-    """P is dead or cut off: it can't write any more."""
+    """P is dead or cut off: it starts no WRITE any more."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Long enough after `PeerGone` that nothing of P can arrive."""
 
 
 _OVER = (Leg.LANDED, Leg.FAILED)
@@ -86,11 +92,11 @@ LEG_TABLE: Table = {
     (Leg.REGISTERED, LandedByPeer): (Leg.LANDED, ""),
     (Leg.REGISTERED, FailedByPeer): (Leg.FAILED, ""),
     (Leg.REGISTERED, Stop): (Leg.CANCELLING, "cancel"),
-    (Leg.REGISTERED, PeerGone): (Leg.FAILED, ""),
+    (Leg.REGISTERED, PeerGone): (Leg.SETTLING, ""),
     (Leg.LANDING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.LANDING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.LANDING, Stop): (Leg.CANCELLING, "cancel"),
-    (Leg.LANDING, PeerGone): (Leg.FAILED, ""),
+    (Leg.LANDING, PeerGone): (Leg.SETTLING, ""),
     (Leg.READING, ReadDone): (Leg.CONFIRMING, "fetched"),
     (Leg.READING, ReadFailed): (Leg.FAILED, "unfetched"),
     (Leg.READING, FailedByPeer): (Leg.DRAINING, ""),
@@ -110,7 +116,14 @@ LEG_TABLE: Table = {
     (Leg.CANCELLING, LandedByPeer): (Leg.FAILED, ""),
     (Leg.CANCELLING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.CANCELLING, Stop): (Leg.CANCELLING, ""),
-    (Leg.CANCELLING, PeerGone): (Leg.FAILED, ""),
+    (Leg.CANCELLING, PeerGone): (Leg.SETTLING, ""),
+    (Leg.SETTLING, Settled): (Leg.FAILED, ""),
+    (Leg.SETTLING, Begun): (Leg.SETTLING, ""),
+    (Leg.SETTLING, Granted): (Leg.SETTLING, ""),
+    (Leg.SETTLING, LandedByPeer): (Leg.SETTLING, ""),
+    (Leg.SETTLING, FailedByPeer): (Leg.SETTLING, ""),
+    (Leg.SETTLING, Stop): (Leg.SETTLING, ""),
+    (Leg.SETTLING, PeerGone): (Leg.SETTLING, ""),
 }
 
 
@@ -125,7 +138,7 @@ class StartRead:
 
 @dataclass(frozen=True)
 class CutPeer:
-    """P didn't answer a `Cancel` in time: cut the connection that could still write, then say `peer_gone`."""
+    """P did not end the transfer, or acknowledge its end, in time: cut it off, then say `peer_gone`."""
 
     peer: PeerKey
     reason: str
@@ -179,11 +192,15 @@ class Landings:
     """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until P begins; `transfer_s`: from P's begin
-    until landed; `fence_s`: for P to acknowledge a cancel, after which the peer is cut off.
+    until landed, after which the peer is cut off; `fence_s`: for P to acknowledge a cancel, likewise; `settle_s`: for
+    what a lost peer had on the way.
     """
 
-    def __init__(self, *, dial_s: float, prefill_s: float, transfer_s: float, fence_s: float) -> None:
+    def __init__(
+        self, *, dial_s: float, prefill_s: float, transfer_s: float, fence_s: float, settle_s: float = 0.75
+    ) -> None:
         self.dial_s, self.prefill_s, self.transfer_s, self.fence_s = dial_s, prefill_s, transfer_s, fence_s
+        self.settle_s = settle_s
         self._landings: dict[RequestKey, _Landing] = {}
         self._by_reg: dict[RegistrationId, RequestKey] = {}
         self._next_reg = 1
@@ -259,11 +276,17 @@ class Landings:
     def tick(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         for reg_id in self._deadlines.lapsed(now):
+            if reg_id not in self._by_reg or reg_id in self._deadlines:
+                continue  # ended, or given a new limit, with a sibling just now
             landing = self._landings[self._by_reg[reg_id]]
             leg = landing.legs[reg_id]
             if leg.state in (Leg.CANCELLING, Leg.CONFIRMING):
                 reason = f"no acknowledgement within {self.fence_s:g} s"
                 out.append(CutPeer(leg.peer, reason))
+            elif leg.state is Leg.LANDING:
+                out.append(CutPeer(leg.peer, f"the transfer took more than {self.transfer_s:g} s"))
+            elif leg.state is Leg.SETTLING:
+                out += self._apply(landing, leg, Settled(), now)
             elif leg.state is Leg.DIALING:
                 out += self._stop(landing, "peer_unreachable", f"not connected within {self.dial_s:g} s", now)
             elif leg.state is Leg.REGISTERED:
@@ -277,14 +300,17 @@ class Landings:
     # -- views ------------------------------------------------------------------------------------------------------
 
     def is_open(self, transfer_id: TransferId) -> bool:
-        return any(landing.destination.transfer_id == transfer_id for landing in self._landings.values())
+        """Whether KV of this transfer is awaited here (an empty registration awaits none)."""
+        destinations = (landing.destination for landing in self._landings.values())
+        return any(one.transfer_id == transfer_id and one.start_token < one.end_token for one in destinations)
 
     def open_count(self) -> int:
         return len(self._landings)
 
     def incoming(self) -> int:
-        """Legs whose bytes another rank is moving now: our agent must be driven."""
-        return sum(leg.state is Leg.LANDING for one in self._landings.values() for leg in one.legs.values())
+        """Legs whose bytes another rank is moving now, or may be: our agent must be driven."""
+        moving = (Leg.LANDING, Leg.CANCELLING, Leg.SETTLING)
+        return sum(leg.state in moving for one in self._landings.values() for leg in one.legs.values())
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -357,7 +383,7 @@ class Landings:
             out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
         if changed:
             self._set_deadline(reg_id, target, now)
-        if target is Leg.FAILED:
+        if changed and target in (Leg.FAILED, Leg.SETTLING, Leg.DRAINING):
             out += self._stop(landing, code or "transfer_failed", reason or "transfer failed", now)
         if changed and target in _OVER and landing.over() and where.request in self._landings:
             out += self._close(landing)
@@ -370,6 +396,7 @@ class Landings:
             Leg.READING: self.transfer_s,
             Leg.CONFIRMING: self.fence_s,
             Leg.CANCELLING: self.fence_s,
+            Leg.SETTLING: self.settle_s,
         }.get(state)
         if limit is None:
             self._deadlines.clear(reg_id)

@@ -24,6 +24,7 @@ class Leg(Enum):
     HELD = auto()  # waits for the source
     WRITING = auto()  # push: WRITEs are posted or about to be
     GRANTED = auto()  # pull: D may read
+    REVOKED = auto()  # pull: D was told that it failed, but may read still
     FENCING = auto()  # ended, but its WRITEs have not: the outcome waits for them
     ENDED = auto()
 
@@ -104,8 +105,13 @@ LEG_TABLE: Table = {
     (Leg.GRANTED, ReadOk): (Leg.ENDED, "landed"),
     (Leg.GRANTED, ReadBad): (Leg.ENDED, "failed"),
     (Leg.GRANTED, Cancelled): (Leg.ENDED, "failed"),
-    (Leg.GRANTED, SourceLost): (Leg.ENDED, "failed"),
+    (Leg.GRANTED, SourceLost): (Leg.REVOKED, "failed"),
     (Leg.GRANTED, PeerGone): (Leg.ENDED, ""),
+    (Leg.REVOKED, ReadOk): (Leg.ENDED, ""),
+    (Leg.REVOKED, ReadBad): (Leg.ENDED, ""),
+    (Leg.REVOKED, Cancelled): (Leg.ENDED, ""),
+    (Leg.REVOKED, SourceLost): (Leg.REVOKED, ""),
+    (Leg.REVOKED, PeerGone): (Leg.ENDED, ""),
 }
 
 
@@ -165,6 +171,7 @@ class _Source:
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
     legs: dict[LegKey, _Leg] = field(default_factory=dict)
+    past: set[LegKey] = field(default_factory=set)  # legs that have ended
     ended_ok: int = 0
     ended_bad: int = 0
     legs_stated: int = 0
@@ -173,7 +180,7 @@ class _Source:
     last_failure: tuple[str, str] = ("", "")
 
     def at_work(self) -> bool:
-        return any(leg.state in (Leg.WRITING, Leg.GRANTED, Leg.FENCING) for leg in self.legs.values())
+        return any(leg.state is not Leg.HELD for leg in self.legs.values())
 
 
 @dataclass(frozen=True)
@@ -266,6 +273,8 @@ class Rendezvous:
         if source is None:
             source = self._sources[transfer_id] = _Source(transfer_id)
             self._deadlines.set(transfer_id, now + self.unseen_s)
+        if key in source.past:
+            return []  # re-sent, late
         leg = source.legs[key] = _Leg(peer, message)
         self._by_leg[key] = transfer_id
         source.legs_stated = max(source.legs_stated, message.legs)
@@ -275,8 +284,7 @@ class Rendezvous:
             out += self._check_mode(source, leg, now)
         if source.state is Source.READY and leg.state is Leg.HELD:
             out += self._start(source, leg, now)
-            out += self._settle(source, now)
-        return out
+        return out + self._settle(source, now)
 
     def cancel(self, peer: PeerKey, reg_id: RegistrationId, reason: str, now: float) -> list[Instruction]:
         return self._leg_event((peer, reg_id), Cancelled(), now, "cancelled", reason)
@@ -302,9 +310,11 @@ class Rendezvous:
     ) -> list[Instruction]:
         return self._leg_event((peer, reg_id), WriteDone(), now, "", "", nbytes, descriptors)
 
-    def write_failed(self, peer: PeerKey, reg_id: RegistrationId, reason: str, now: float) -> list[Instruction]:
+    def write_failed(
+        self, peer: PeerKey, reg_id: RegistrationId, reason: str, now: float, code: str = "write_failed"
+    ) -> list[Instruction]:
         """The WRITEs of the leg have ended and at least one failed."""
-        return self._leg_event((peer, reg_id), WriteFailed(), now, "write_failed", reason)
+        return self._leg_event((peer, reg_id), WriteFailed(), now, code, reason)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -336,7 +346,8 @@ class Rendezvous:
 
     def being_read(self) -> int:
         """Sources that a D rank reads now: our agent must be driven."""
-        return sum(leg.state is Leg.GRANTED for source in self._sources.values() for leg in source.legs.values())
+        reading = (Leg.GRANTED, Leg.REVOKED)
+        return sum(leg.state in reading for source in self._sources.values() for leg in source.legs.values())
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -388,7 +399,7 @@ class Rendezvous:
     ) -> list[Instruction]:
         target, action = transition(LEG_TABLE, "prefill leg", leg.state, event)
         assert isinstance(target, Leg)
-        if code and leg.state is not Leg.FENCING:
+        if code and leg.state not in (Leg.FENCING, Leg.REVOKED):
             leg.code, leg.reason = code, reason
         leg.state = target
         if source.state is Source.READY:
@@ -414,6 +425,7 @@ class Rendezvous:
                 source.last_failure = (leg.code, leg.reason)
             key = (peer, reg_id)
             del source.legs[key], self._by_leg[key]
+            source.past.add(key)
         return out
 
     def _settle(self, source: _Source, now: float) -> list[Instruction]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,7 @@ from kvferry.errors import ConfigError
 from kvferry.transfer.inquiry import endpoint
 
 ChannelKey = str
+_LOOK_AGAIN_S = 0.05  # ZMQ tells of a disconnect shortly before its own routing table knows
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class ZmqChannel:
         self._dialled: dict[ChannelKey, zmq.Socket[bytes]] = {}
         self._monitors: dict[ChannelKey, zmq.Socket[bytes]] = {}
         self._up: set[ChannelKey] = set()
+        self._look_again = 0.0
         self._poller = zmq.Poller()
         for source in (self._router, self._router_monitor, self._wake_fd):
             self._poller.register(source, zmq.POLLIN)
@@ -114,6 +117,7 @@ class ZmqChannel:
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 1000
         socket.identity = secrets.token_bytes(12)
+        socket.immediate = True  # what could not be sent is dropped with its connection, not sent on the next one
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         monitor = socket.get_monitor_socket(events)
         socket.connect(endpoint(host, port))
@@ -126,7 +130,10 @@ class ZmqChannel:
         if key in self._dialled:
             if key not in self._up:
                 return False
-            self._dialled[key].send(data, zmq.DONTWAIT)
+            try:
+                self._dialled[key].send(data, zmq.DONTWAIT)
+            except zmq.Again:
+                return False  # lost just now; `Down` follows
             return True
         identity = self._incoming.get(key)
         if identity is None:
@@ -154,10 +161,10 @@ class ZmqChannel:
         socket.close(linger=0)
 
     def poll(self, timeout_s: float | None) -> Sequence[Event]:
+        if self._look_again:
+            timeout_s = min(_LOOK_AGAIN_S, _LOOK_AGAIN_S if timeout_s is None else timeout_s)
         timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000 + 0.499))
         ready = dict(self._poller.poll(timeout_ms))
-        if not ready:
-            return ()
         out: list[Event] = []
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -170,13 +177,17 @@ class ZmqChannel:
             if key in self._dialled and self._dialled[key] in ready:
                 self._receive(key, self._dialled[key], out)
         if self._router_monitor in ready:
+            self._look_again = time.monotonic() + _LOOK_AGAIN_S
+            self._find_gone(out)
+        elif self._look_again and time.monotonic() >= self._look_again:
+            self._look_again = 0.0
             self._find_gone(out)
         return out
 
     def wake(self) -> None:
         try:
             os.eventfd_write(self._wake_fd, 1)
-        except OSError:
+        except (OSError, ValueError):
             return  # closed
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from kvferry.protocol import codec, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import check_compatible, fan_in, legs_for
 from kvferry.protocol.plan import PlanError, plan
+from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.audit import block_digests
@@ -38,6 +39,9 @@ log = logging.getLogger("kvferry.transfer")
 SCRATCH_BYTES = 64
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
 _REMEMBERED_ENDINGS = 10_000
+_REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
+_STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
+_CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class _Post:
     op: Op
     peer: str
     register: wire.Register
-    handle: Handle
+    handle: Handle | None  # None: could not be posted
     nbytes: int
     descriptors: int
     posted_at: float
@@ -108,6 +112,7 @@ class TransferCore:
         self._requests: dict[TransferId, str] = {}
         self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
         self._last_progress = 0.0
+        self._driven_at = 0.0
         self._standing = {parse_address(peer, "peers") for peer in config.peers}
         for host, port in sorted(self._standing):
             self._dial(host, port)
@@ -128,7 +133,15 @@ class TransferCore:
     def step(self, max_wait_s: float | None) -> None:
         """One round: commands, messages, completions, deadlines. Sleeps at most `max_wait_s` (None: no limit)."""
         self._take_commands()
-        for event in self._channel.poll(self._timeout(max_wait_s)):
+        if self._posts and self._clock() - self._driven_at > _STOPPED_S:
+            self._listen(0.05)
+        self._listen(self._timeout(max_wait_s))
+        self._take_commands()
+        self._drive_fabric()
+        self._tick()
+
+    def _listen(self, timeout_s: float | None) -> None:
+        for event in self._channel.poll(timeout_s):
             self._last_progress = self._clock()
             if isinstance(event, Got):
                 self._receive(event.key, event.data)
@@ -136,9 +149,6 @@ class TransferCore:
                 self._greet(event.key)
             elif isinstance(event, Down):
                 self._gone(event.key, "peer_gone", "the connection was lost")
-        self._take_commands()
-        self._drive_fabric()
-        self._tick()
 
     def busy(self) -> bool:
         """Bytes are in flight, from or to this rank."""
@@ -161,7 +171,8 @@ class TransferCore:
 
     def close(self) -> None:
         for post in self._posts:
-            self._fabric.release(post.handle)
+            if post.handle is not None:
+                self._fabric.release(post.handle)
         self._posts.clear()
         self._channel.close()
         self._fabric.close()
@@ -174,6 +185,7 @@ class TransferCore:
             command = self._commands.popleft()
             now = self._clock()
             if isinstance(command, cmd.Expect):
+                self._requests.setdefault(command.transfer_id, command.request)
                 self._run(self._rendezvous.expect(command.transfer_id, command.mode, command.fan_out, now))
             elif isinstance(command, cmd.Ready):
                 if command.moment is not None and not command.moment.query():
@@ -181,7 +193,7 @@ class TransferCore:
                 else:
                     self._ready(command)
             elif isinstance(command, cmd.Abort):
-                self._run(self._rendezvous.abort(command.transfer_id, "aborted", command.reason, now))
+                self._abort(command)
             elif isinstance(command, cmd.Land):
                 self._story.note(command.transfer_id, "allocated", tokens=command.end_token - command.start_token)
                 due = now + self.config.connect_timeout_s
@@ -191,13 +203,25 @@ class TransferCore:
             else:
                 self._drop(command.request)
 
+    def _abort(self, command: cmd.Abort) -> None:
+        if self._requests.get(command.transfer_id, command.request) != command.request:
+            return  # a second request under a transfer id in use: the first one stands
+        self._run(self._rendezvous.abort(command.transfer_id, "aborted", command.reason, self._clock()))
+        if not self._rendezvous.is_open(command.transfer_id):
+            self._requests.pop(command.transfer_id, None)
+
     def _ready(self, command: cmd.Ready) -> None:
-        self._requests[command.transfer_id] = command.request
+        owner = self._requests.setdefault(command.transfer_id, command.request)
+        if owner != command.request:
+            reason = f"transfer id already used by request {owner!r} on this engine"
+            return self._end(
+                cmd.Sent(command.request, command.transfer_id, False, "duplicate_transfer", reason), remember=False
+            )
         if self.config.audit:
             digests = block_digests(self._layout, command.block_ids)
             self._story.note(command.transfer_id, "audit", first_block=0, digests=digests)
         now = self._clock()
-        self._run(self._rendezvous.ready(command.transfer_id, command.block_ids, command.num_tokens, now))
+        return self._run(self._rendezvous.ready(command.transfer_id, command.block_ids, command.num_tokens, now))
 
     def _drop(self, request: str) -> None:
         reason = "the request was aborted on the decode engine"
@@ -209,7 +233,7 @@ class TransferCore:
     def _advance(self, opening: _Opening) -> None:
         """Open the landing as soon as P's rank 0 is up, or fail it if that can't be."""
         land = opening.land
-        first = self._peers[self._channel.dial(land.host, land.port)]
+        first = self._dial(land.host, land.port)
         if first.stage is Stage.REFUSED:
             return self._fail_opening(opening, *first.refusal)
         if first.stage is not Stage.UP or not isinstance(first.greeting, wire.Welcome):
@@ -246,7 +270,13 @@ class TransferCore:
         land = opening.land
         del self._openings[land.request]
         self._story.note(land.transfer_id, "failed", code=code, reason=reason)
-        self._end(cmd.Received(land.request, land.transfer_id, False, code, reason))
+        result = cmd.Received(land.request, land.transfer_id, False, code, reason)
+        self._end(result, remember=self._tells(land))
+
+    def _tells(self, where: cmd.Land | landing.Destination) -> bool:
+        """Whether this end is the transfer's: an empty registration awaits no KV, and vLLM makes one when it turns a
+        request down."""
+        return where.start_token < where.end_token or where.transfer_id not in self._endings
 
     # -- peers ------------------------------------------------------------------------------------------------------
 
@@ -256,10 +286,14 @@ class TransferCore:
         if peer is None:
             now = self._clock()
             peer = self._peers[key] = Peer(key, Stage.DIALING, address=(host, port), heard_at=now, said_at=now)
+        if peer.stage is Stage.DIALING:
+            peer.heard_at, peer.redial_at = self._clock(), None
         return peer
 
     def _greet(self, key: str) -> None:
-        peer = self._peers[key]
+        peer = self._peers.get(key)
+        if peer is None:
+            return  # hung up meanwhile
         peer.stage = Stage.GREETING
         me = self.identity
         hello = wire.Hello(
@@ -277,7 +311,8 @@ class TransferCore:
 
     def _on_hello(self, key: str, hello: wire.Hello) -> None:
         me = self.identity
-        for other in [p for p in self._peers.values() if p.key != key and p.address is None and p.greeting]:
+        self._gone(key, "peer_gone", "it greets anew", keep=True)
+        for other in [p for p in self._peers.values() if p.address is None and p.greeting]:
             greeting = other.greeting
             if greeting and (greeting.engine_id, greeting.rank) == (hello.engine_id, hello.rank):
                 self._gone(other.key, "peer_gone", "the engine was restarted")
@@ -320,10 +355,12 @@ class TransferCore:
         return self._warm_up(peer, "READ")
 
     def _refused(self, peer: Peer, code: str, reason: str) -> None:
+        if code == _CUT_OFF or peer.address is None:
+            return self._gone(peer.key, "peer_gone", reason)
         log.error("%s", reason)
-        peer.stage, peer.refusal = Stage.REFUSED, (code, reason)
-        self._run(self._landings.peer_gone(peer.key, code, reason, self._clock()))
-        self._advance_all()
+        self._gone(peer.key, code, reason, keep=True)
+        self._peers[peer.key] = Peer(peer.key, Stage.REFUSED, refusal=(code, reason), address=peer.address)
+        return self._advance_all()
 
     def _warm_up(self, peer: Peer, op: Op) -> None:
         """Make the fabric connect now: its first access can take seconds on a fresh pair."""
@@ -359,16 +396,20 @@ class TransferCore:
         for opening in list(self._openings.values()):
             self._advance(opening)
 
-    def _gone(self, key: str, code: str, reason: str) -> None:
-        """Cut the peer off, so that nothing of it is in flight, and only then tell the machines."""
-        peer = self._peers.get(key)
+    def _gone(self, key: str, code: str, reason: str, *, keep: bool = False) -> None:
+        """Cut the peer off, so that we post nothing more to it, and only then tell the machines.
+
+        `keep`: leave the connection as it is; else it is closed, and dialled again later if it is wanted.
+        """
+        peer = self._peers.pop(key, None)
         if peer is None:
             return
         now = self._clock()
         lost = [post for post in self._posts if post.peer == key]
         self._posts = [post for post in self._posts if post.peer != key]
         for post in lost:
-            self._fabric.release(post.handle)
+            if post.handle is not None:
+                self._fabric.release(post.handle)
         if peer.warm_handle is not None:
             self._fabric.release(peer.warm_handle)
         if peer.agent:
@@ -376,22 +417,26 @@ class TransferCore:
         text = f"{peer.name}: {reason}"
         if peer.stage is not Stage.DIALING:
             log.warning("%s rank %d: lost %s", self.identity.engine_id, self.identity.rank, text)
-        if peer.address is not None and (peer.address in self._standing or self._wanted(key)):
-            self._peers[key] = Peer(key, Stage.DIALING, address=peer.address, heard_at=now, said_at=now)
-        else:
-            del self._peers[key]
-            self._channel.hang_up(key)
+        for post in lost:
+            if post.op == "WRITE":  # D hears why, if it can be reached
+                self._run(self._rendezvous.write_failed(key, post.register.reg_id, text, now, code))
         self._run(self._landings.peer_gone(key, code, text, now))
         self._run(self._rendezvous.peer_gone(key, text, now))
         for post in lost:
-            reg_id = post.register.reg_id
-            if post.op == "WRITE":
-                self._run(self._rendezvous.write_failed(key, reg_id, text, now))
-            else:
-                self._run(self._landings.read_failed(reg_id, text, now))
+            if post.op == "READ":
+                self._run(self._landings.read_failed(post.register.reg_id, text, now))
+        if keep:
+            return
+        if peer.address is None:
+            self._channel.send(key, codec.encode(wire.Refuse(code=_CUT_OFF, reason=text)))
+        self._channel.hang_up(key)
+        if peer.address is not None and (peer.address in self._standing or self._wanted(peer)):
+            lost_peer = Peer(key, Stage.DIALING, address=peer.address, heard_at=now, said_at=now)
+            lost_peer.redial_at = now + _REDIAL_S
+            self._peers[key] = lost_peer
 
-    def _wanted(self, key: str) -> bool:
-        return any(self._channel.dial(o.land.host, o.land.port) == key for o in self._openings.values())
+    def _wanted(self, peer: Peer) -> bool:
+        return any((o.land.host, o.land.port) == peer.address for o in self._openings.values())
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -412,6 +457,12 @@ class TransferCore:
             log.error("%s rank %d: %s", self.identity.engine_id, self.identity.rank, error)
             self._channel.send(key, codec.encode(wire.Refuse(code="wire_error", reason=str(error))))
             return
+        try:
+            self._take(key, message)
+        except UnexpectedEvent as error:  # the peer's fault: no reason to end this engine
+            self._gone(key, error.code, str(error))
+
+    def _take(self, key: str, message: wire.AnyMessage) -> None:
         now = self._clock()
         peer = self._peers.get(key)
         if peer is not None:
@@ -421,10 +472,9 @@ class TransferCore:
         elif isinstance(message, wire.Hello):
             self._on_hello(key, message)
         elif peer is None:
-            if isinstance(message, wire.Register | wire.Cancel | wire.Fetched):
-                reason = "this connection was never greeted"
-                failed = wire.Failed(reg_id=message.reg_id, code="not_greeted", reason=reason)
-                self._channel.send(key, codec.encode(failed))
+            if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
+                refuse = wire.Refuse(code=_CUT_OFF, reason=f"{self.identity.engine_id} waits for a greeting")
+                self._channel.send(key, codec.encode(refuse))
         elif isinstance(message, wire.Register):
             self._run(self._rendezvous.register(key, message, now))
         elif isinstance(message, wire.Cancel):
@@ -520,10 +570,12 @@ class TransferCore:
                 handles.append(self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device))
                 descriptors += made.descriptors
                 nbytes += made.total_bytes
-        except (PlanError, FabricError) as error:
-            for handle in handles:
-                self._fabric.release(handle)
+        except PlanError as error:
             return self._ended(op, key, register.reg_id, str(error), 0, 0)
+        except FabricError as error:
+            # Some of its descriptors may be under way: it ends with the connection, which is of no use any more.
+            self._posts.append(_Post(op, key, register, None, 0, 0, started))
+            return self._gone(key, f"{op.lower()}_failed", str(error))
         if not handles:
             return self._ended(op, key, register.reg_id, "", 0, 0)
         now = self._clock()
@@ -539,7 +591,7 @@ class TransferCore:
         )
         for handle in handles:
             self._posts.append(_Post(op, key, register, handle, nbytes, descriptors, now))
-        self._last_progress = now
+        self._last_progress = self._driven_at = now
         return None
 
     def _ended(self, op: Op, key: str, reg_id: RegistrationId, error: str, nbytes: int, descriptors: int) -> None:
@@ -565,10 +617,12 @@ class TransferCore:
             needed = -(-where.end_token // self._layout.block_size) - first
             digests = block_digests(self._layout, where.block_ids[:needed])
             self._story.note(where.transfer_id, "audit", first_block=first, digests=digests)
-        self._end(cmd.Received(where.request, where.transfer_id, outcome.ok, outcome.code, outcome.reason))
+        result = cmd.Received(where.request, where.transfer_id, outcome.ok, outcome.code, outcome.reason)
+        self._end(result, remember=self._tells(where))
 
-    def _end(self, result: cmd.Result) -> None:
-        self._endings[result.transfer_id] = (result.ok, result.code, result.reason)
+    def _end(self, result: cmd.Result, *, remember: bool = True) -> None:
+        if remember:
+            self._endings[result.transfer_id] = (result.ok, result.code, result.reason)
         while len(self._endings) > _REMEMBERED_ENDINGS:
             self._endings.popitem(last=False)
         if not result.ok:
@@ -590,6 +644,7 @@ class TransferCore:
             self._waiting_moments = [ready for ready in self._waiting_moments if ready not in passed]
             for ready in passed:
                 self._ready(ready)
+        self._driven_at = self._clock()
         if not self.busy():
             return
         self._fabric.progress()
@@ -598,29 +653,23 @@ class TransferCore:
         for post in list(self._posts):
             if post not in self._posts:
                 continue  # went with its peer
-            error = ""
             try:
-                if not self._fabric.check(post.handle):
+                if post.handle is None or not self._fabric.check(post.handle):
                     if self._clock() - post.posted_at > self.config.transfer_timeout_s:
                         reason = f"a {post.op} took more than {self.config.transfer_timeout_s:g} s"
                         self._gone(post.peer, "transfer_timeout", reason)
                     continue
             except FabricError as failure:
-                error = str(failure)
+                # Some of its descriptors may be under way still, and the fabric's connection is broken for all.
+                self._gone(post.peer, f"{post.op.lower()}_failed", str(failure))
+                continue
             self._last_progress = self._clock()
             self._fabric.release(post.handle)
             self._posts.remove(post)
-            siblings = [p for p in self._posts if p.peer == post.peer and p.register is post.register]
-            if siblings and not error:
-                continue
-            for sibling in siblings:
-                self._fabric.release(sibling.handle)
-                self._posts.remove(sibling)
-            if not error:
-                wire_ms = round((self._clock() - post.posted_at) * 1e3, 3)
-                event = "written" if post.op == "WRITE" else "read"
-                self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=wire_ms)
-            self._ended(post.op, post.peer, post.register.reg_id, error, post.nbytes, post.descriptors)
+            wire_ms = round((self._clock() - post.posted_at) * 1e3, 3)
+            event = "written" if post.op == "WRITE" else "read"
+            self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=wire_ms)
+            self._ended(post.op, post.peer, post.register.reg_id, "", post.nbytes, post.descriptors)
 
     def _timeout(self, max_wait_s: float | None) -> float | None:
         now = self._clock()
@@ -631,6 +680,7 @@ class TransferCore:
         waits = [w - now for w in (self._rendezvous.next_due(), self._landings.next_due()) if w is not None]
         waits += [opening.due - now for opening in self._openings.values()]
         waits += [self._beat_due(peer) - now for peer in self._peers.values() if peer.stage is Stage.UP]
+        waits += [peer.redial_at - now for peer in self._peers.values() if peer.redial_at is not None]
         if max_wait_s is not None:
             waits.append(max_wait_s)
         return max(0.0, min(waits)) if waits else None
@@ -645,11 +695,16 @@ class TransferCore:
         self._run(self._landings.tick(now))
         for opening in [o for o in self._openings.values() if o.due <= now]:
             land = opening.land
-            peer = self._peers[self._channel.dial(land.host, land.port)]
+            peer = self._dial(land.host, land.port)
             heard = "accepts but does not answer" if peer.stage is Stage.GREETING else "cannot be reached"
             reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
             self._fail_opening(opening, "peer_unreachable", reason)
         for peer in list(self._peers.values()):
+            if peer.redial_at is not None and peer.redial_at <= now and peer.address is not None:
+                self._dial(*peer.address)
+            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING) and peer.address not in self._standing
+            if unanswered and now - peer.heard_at > self.config.connect_timeout_s and not self._wanted(peer):
+                self._gone(peer.key, "peer_unreachable", f"no answer within {self.config.connect_timeout_s:g} s")
             if peer.stage not in (Stage.UP, Stage.WARMING):
                 continue
             if now - peer.heard_at > self.config.lease_s:

@@ -32,7 +32,9 @@ async def _ask(host: str, port: int, question: Message, answer: type[Answer], ti
         socket.connect(endpoint(host, port))
         await socket.send(codec.encode(question))
         async with asyncio.timeout(timeout_s):
-            reply = codec.decode(await socket.recv())
+            while not (data := await socket.recv()):
+                pass  # the channel's probe of the connection
+            reply = codec.decode(data)
     except TimeoutError:
         raise PeerUnreachable(
             f"side channel {host}:{port} did not answer within {timeout_s:g} s",

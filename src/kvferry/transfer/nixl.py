@@ -40,7 +40,7 @@ class NixlFabric:
 
     def __init__(self, name: str, backends: tuple[str, ...] = ("UCX",), num_threads: int = 0) -> None:
         api = _load()
-        self._errors: type[BaseException] = Exception
+        self._errors: tuple[type[Exception], ...] = (Exception,)
         self._name = f"{name}-{secrets.token_hex(6)}"
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=num_threads, backends=list(backends))
         try:
@@ -48,8 +48,9 @@ class NixlFabric:
         except RuntimeError as error:
             raise FabricError(f"NIXL agent did not start with backends {', '.join(backends)}: {error}") from error
         bindings = importlib.import_module(api.__name__.replace("_api", "_bindings"))
-        base = getattr(bindings, "nixlBaseError", None) or getattr(bindings, "nixlUnknownError", RuntimeError)
-        self._errors = (base, RuntimeError, ValueError)  # type: ignore[assignment]
+        # NIXL's exceptions have no base of their own: each is a direct child of Exception.
+        found = [one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
+        self._errors = (*found, RuntimeError, ValueError)
         self._registered: list[Any] = []
         self._device = "cpu"
         self._closed = False

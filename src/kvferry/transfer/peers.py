@@ -37,6 +37,7 @@ class Peer:
     heard_at: float = 0.0
     said_at: float = 0.0
     address: tuple[str, int] | None = None  # of peers that we dialled
+    redial_at: float | None = None  # DIALING: not before then
 
     @property
     def layout(self) -> Layout:

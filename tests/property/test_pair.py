@@ -1,0 +1,442 @@
+"""P machines and D machines joined by lossy links, under any schedule Hypothesis can think of.
+
+The invariant: every source that got ready is released exactly once and never while a copy from its blocks may be under
+way; every landing has exactly one outcome, never while a copy into its blocks is under way, and a good one only if the
+right bytes are there; when all timers have run out, both sides hold nothing. C39, C40, C41, C54, C61.
+
+The links keep order and can be cut at any moment; each side then gets what had arrived, and `peer_gone`, in its own
+time. Copies carry tags. Cutting a link doesn't call back WRITEs under way (NIXL doesn't either): that is P's part, and
+the model's one assumption is that P hears of a cut connection before D's settling time is over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvferry.ids import TransferId
+from kvferry.protocol import landing, rendezvous
+from kvferry.protocol import messages as wire
+
+PS, DS, TRANSFERS = 2, 2, 6
+DOWN = "down"
+JUNK = ("junk",)
+
+
+@dataclass
+class Link:
+    d: int
+    p: int
+    key: str
+    to_p: deque = field(default_factory=deque)
+    to_d: deque = field(default_factory=deque)
+    sent_p: list = field(default_factory=list)
+    sent_d: list = field(default_factory=list)
+    cut: bool = False
+    leaving: bool = False  # P has begun to take leave of it
+    gone_p: bool = False
+    gone_d: bool = False
+
+
+@dataclass
+class Copying:
+    p: int
+    d: int
+    key: str
+    register: wire.Register
+    source: tuple[int, ...]
+    done: int = 0
+
+
+@dataclass
+class Plan:
+    """What one transfer is going to be."""
+
+    tid: TransferId
+    mode: str
+    ps: tuple[int, ...]
+    ds: tuple[int, ...]
+    fan_out: int
+    legs: int
+
+
+class Pair(RuleBasedStateMachine):
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.now = 0.0
+        self.P = [rendezvous.Rendezvous(lease_s=10, unseen_s=8) for _ in range(PS)]
+        self.D = [landing.Landings(dial_s=3, prefill_s=20, transfer_s=6, fence_s=4, settle_s=0.75) for _ in range(DS)]
+        self.links: dict[tuple[int, int], Link] = {}
+        self.old: list[Link] = []
+        self.epoch = 0
+        self.mem_p = [{b: JUNK for b in range(12)} for _ in range(PS)]
+        self.mem_d = [{b: {} for b in range(12)} for _ in range(DS)]
+        self.free_p = [list(range(12)) for _ in range(PS)]
+        self.free_d = [list(range(12)) for _ in range(DS)]
+        self.owner: dict[tuple[int, int], str] = {}  # (d, block) -> request
+        self.writes: list[Copying] = []
+        self.reads: list[Copying] = []
+        self.expected: set[tuple[int, TransferId]] = set()
+        self.readied: dict[tuple[int, TransferId], tuple[int, ...]] = {}
+        self.released: Counter = Counter()
+        self.opened: dict[str, tuple[int, landing.Destination]] = {}
+        self.outcomes: dict[str, landing.Outcome] = {}
+        self.plans = []
+        for i in range(TRANSFERS):
+            ps = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
+            ds = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
+            fans = data.draw(st.booleans())
+            mode = data.draw(st.sampled_from(["push", "pull"]))
+            fan_out, legs = (len(ds), 1) if fans else (1, len(ds))
+            self.plans.append(Plan(TransferId(f"t{i}"), mode, ps, ds, fan_out, legs))
+        for d in range(DS):
+            for p in range(PS):
+                self.connect(d, p)
+
+    # -- carrying out instructions ----------------------------------------------------------------------------------
+
+    def run_p(self, p: int, instructions: list[rendezvous.Instruction]) -> None:
+        for one in instructions:
+            if isinstance(one, rendezvous.Send):
+                link = self.by_key(one.peer)
+                assert not link.gone_p, "P talks to a peer that it took leave of"
+                if not link.cut:
+                    link.to_d.append(one.message)
+                    link.sent_d.append(one.message)
+            elif isinstance(one, rendezvous.StartWrite):
+                link = self.by_key(one.peer)
+                assert not link.gone_p
+                self.writes.append(Copying(p, link.d, one.peer, one.register, one.block_ids))
+            elif isinstance(one, rendezvous.Release):
+                key = (p, one.transfer_id)
+                self.released[key] += 1
+                assert self.released[key] == 1 and key in self.readied
+                assert not [w for w in self.writes if (w.p, w.register.transfer_id) == key], "released under a WRITE"
+                for read in self.reads:
+                    if (read.p, read.register.transfer_id) == key:
+                        assert self.by_key(read.key).leaving, "released under a READ"
+                for block in self.readied[key]:
+                    self.mem_p[p][block] = JUNK
+                    self.free_p[p].append(block)
+
+    def run_d(self, d: int, instructions: list[landing.Instruction]) -> None:
+        for one in instructions:
+            if isinstance(one, rendezvous.Send):
+                link = self.link(d, one.peer)
+                if link is not None and not link.cut:
+                    link.to_p.append(one.message)
+                    link.sent_p.append(one.message)
+            elif isinstance(one, landing.StartRead):
+                link = self.link(d, one.peer)
+                assert link is not None
+                self.reads.append(Copying(link.p, d, link.key, one.register, one.source_block_ids))
+            elif isinstance(one, landing.CutPeer):
+                link = self.link(d, one.peer)
+                if link is not None:
+                    link.to_d.clear()
+                    self.cut_link(link)
+                    self.gone_at_d(link)
+            elif isinstance(one, landing.Outcome):
+                self.take_outcome(d, one)
+
+    def take_outcome(self, d: int, outcome: landing.Outcome) -> None:
+        where = outcome.destination
+        assert where.request not in self.outcomes, "second outcome"
+        self.outcomes[where.request] = outcome
+        for copy in self.writes + self.reads:
+            mine = copy.d == d and copy.register.block_ids == where.block_ids
+            assert not (mine and copy.register.transfer_id == where.transfer_id), "outcome under a copy"
+        if outcome.ok:
+            assert outcome.code == ""
+            for peer, _ in where.peers:
+                for i, block in enumerate(where.block_ids[: where.end_token - where.start_token]):
+                    have = self.mem_d[d][block].get(int(peer[1:]))
+                    assert have == (where.transfer_id, int(peer[1:]), where.start_token + i), "wrong bytes, called good"
+        else:
+            assert outcome.code and outcome.reason
+        for block in where.block_ids:
+            del self.owner[d, block]
+            self.mem_d[d][block] = {}
+            self.free_d[d].append(block)
+
+    # -- links ------------------------------------------------------------------------------------------------------
+
+    def by_key(self, key: str) -> Link:
+        return next(one for one in [*self.links.values(), *self.old] if one.key == key)
+
+    def link(self, d: int, peer: str) -> Link | None:
+        link = self.links.get((d, int(peer[1:])))
+        return None if link is None or link.gone_d else link
+
+    def connect(self, d: int, p: int) -> None:
+        last = self.links.get((d, p))
+        if last is not None:
+            if not last.gone_p:
+                self.gone_at_p(last)  # P takes leave of an engine's old connection when it greets anew
+            self.old.append(last)
+        self.epoch += 1
+        self.links[d, p] = Link(d, p, f"d{d}-{self.epoch}")
+        self.run_d(d, self.D[d].connected(f"p{p}", self.now))
+
+    def cut_link(self, link: Link) -> None:
+        if not link.cut:
+            link.cut = True
+            link.to_p.append(DOWN)
+            link.to_d.append(DOWN)
+
+    def gone_at_p(self, link: Link) -> None:
+        link.leaving, machine = True, self.P[link.p]
+        link.to_p.clear()
+        lost = [w for w in self.writes if w.key == link.key]
+        self.writes = [w for w in self.writes if w.key != link.key]
+        for write in lost:  # as in the core: D is told why, if it can be reached
+            self.run_p(link.p, machine.write_failed(link.key, write.register.reg_id, "lost", self.now))
+        self.run_p(link.p, machine.peer_gone(link.key, "lost", self.now))
+        link.gone_p = True
+        self.cut_link(link)
+
+    def gone_at_d(self, link: Link) -> None:
+        link.gone_d, machine = True, self.D[link.d]
+        link.to_d.clear()
+        lost = [r for r in self.reads if r.key == link.key]
+        self.reads = [r for r in self.reads if r.key != link.key]
+        self.run_d(link.d, machine.peer_gone(f"p{link.p}", "peer_gone", "lost", self.now))
+        for read in lost:
+            self.run_d(link.d, machine.read_failed(read.register.reg_id, "lost", self.now))
+
+    def deliver_to_p(self, link: Link) -> None:
+        message, machine, now = link.to_p.popleft(), self.P[link.p], self.now
+        if message is DOWN:
+            self.gone_at_p(link)
+        elif isinstance(message, wire.Register):
+            self.run_p(link.p, machine.register(link.key, message, now))
+        elif isinstance(message, wire.Cancel):
+            self.run_p(link.p, machine.cancel(link.key, message.reg_id, message.reason, now))
+        else:
+            assert isinstance(message, wire.Fetched)
+            self.run_p(link.p, machine.fetched(link.key, message.reg_id, message.ok, now))
+
+    def deliver_to_d(self, link: Link) -> None:
+        message, machine, now = link.to_d.popleft(), self.D[link.d], self.now
+        if message is DOWN:
+            self.gone_at_d(link)
+        elif isinstance(message, wire.Begin):
+            self.run_d(link.d, machine.begun(message.reg_id, now))
+        elif isinstance(message, wire.Grant):
+            self.run_d(link.d, machine.granted(message.reg_id, message.block_ids, now))
+        elif isinstance(message, wire.Landed):
+            self.run_d(link.d, machine.landed(message.reg_id, now))
+        else:
+            assert isinstance(message, wire.Failed)
+            self.run_d(link.d, machine.failed(message.reg_id, message.code, message.reason, now))
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def copy(self, one: Copying, upto: int) -> None:
+        wanted = one.register
+        for i in range(one.done, min(upto, wanted.end_token - wanted.start_token)):
+            block = wanted.block_ids[i]
+            assert self.owner.get((one.d, block)) == f"{wanted.transfer_id}@{one.d}", "bytes into foreign blocks"
+            self.mem_d[one.d][block][one.p] = self.mem_p[one.p][one.source[wanted.start_token + i]]
+            one.done = i + 1
+
+    def finish_write(self, write: Copying, ok: bool) -> None:
+        self.copy(write, 99 if ok else write.done)
+        self.writes.remove(write)
+        reg_id, machine = write.register.reg_id, self.P[write.p]
+        if ok:
+            self.run_p(write.p, machine.wrote(write.key, reg_id, self.now, nbytes=1, descriptors=1))
+        else:
+            self.run_p(write.p, machine.write_failed(write.key, reg_id, "broken", self.now))
+
+    def finish_read(self, read: Copying, ok: bool) -> None:
+        self.copy(read, 99 if ok else read.done)
+        self.reads.remove(read)
+        reg_id, machine = read.register.reg_id, self.D[read.d]
+        done = machine.read_done(reg_id, self.now) if ok else machine.read_failed(reg_id, "broken", self.now)
+        self.run_d(read.d, done)
+
+    # -- rules ------------------------------------------------------------------------------------------------------
+
+    @rule(
+        i=st.integers(0, TRANSFERS - 1),
+        tokens=st.sampled_from([(0, 3), (0, 2), (1, 3)]),
+        order=st.permutations(["expect", "ready", "land", "deliver"]),
+        without=st.sampled_from([""] * 4 + ["ready", "land", "deliver"]),
+    )
+    def go(self, i: int, tokens: tuple[int, int], order: list[str], without: str) -> None:
+        """Most of a transfer at once, so that copies are under way when the other rules strike."""
+        plan = self.plans[i]
+        for d in plan.ds:
+            for p in plan.ps:
+                self.reconnect(d, p)
+        for step in [*order, "ready", "deliver"]:
+            if step == without:
+                continue
+            if step == "deliver":
+                self.deliver_everything()
+            for p in plan.ps:
+                if step == "expect" and (p, plan.tid) not in self.expected:
+                    self.expect(i, p)
+                if step == "ready":
+                    self.ready(i, p, 3)
+            for d in plan.ds:
+                if step == "land":
+                    self.land(i, d, tokens, False)
+
+    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1))
+    def expect(self, i: int, p: int) -> None:
+        plan = self.plans[i]
+        if p in plan.ps:
+            self.expected.add((p, plan.tid))
+            self.run_p(p, self.P[p].expect(plan.tid, plan.mode, plan.fan_out, self.now))  # type: ignore[arg-type]
+
+    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1), n=st.sampled_from([3, 3, 3, 2]))
+    def ready(self, i: int, p: int, n: int) -> None:
+        tid = self.plans[i].tid
+        if (p, tid) in self.expected and (p, tid) not in self.readied and len(self.free_p[p]) >= n:
+            blocks = tuple(self.free_p[p].pop() for _ in range(n))
+            self.readied[p, tid] = blocks
+            for at, block in enumerate(blocks):
+                self.mem_p[p][block] = (tid, p, at)
+            self.run_p(p, self.P[p].ready(tid, blocks, n, self.now))
+
+    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1))
+    def abort(self, i: int, p: int) -> None:
+        self.run_p(p, self.P[p].abort(self.plans[i].tid, "abandoned", "by the test", self.now))
+
+    @rule(
+        i=st.integers(0, TRANSFERS - 1),
+        d=st.integers(0, DS - 1),
+        tokens=st.sampled_from([(0, 3), (0, 2), (1, 3), (0, 0)]),
+        odd=st.sampled_from([False] * 7 + [True]),
+    )
+    def land(self, i: int, d: int, tokens: tuple[int, int], odd: bool) -> None:
+        plan, (start, end) = self.plans[i], tokens
+        request = f"{plan.tid}@{d}"
+        if d not in plan.ds or request in self.opened or len(self.free_d[d]) < end - start:
+            return
+        mode = plan.mode if not odd else {"push": "pull", "pull": "push"}[plan.mode]
+        blocks = tuple(self.free_d[d].pop() for _ in range(end - start))
+        for block in blocks:
+            self.owner[d, block] = request
+        peers = tuple((f"p{p}", plan.legs) for p in plan.ps)
+        where = landing.Destination(request, plan.tid, mode, start, end, blocks, peers)  # type: ignore[arg-type]
+        self.opened[request] = (d, where)
+        up = {f"p{p}" for p in range(PS) if self.link(d, f"p{p}") is not None}
+        self.run_d(d, self.D[d].open(where, up, self.now))
+
+    @rule(i=st.integers(0, TRANSFERS - 1), d=st.integers(0, DS - 1))
+    def cancel(self, i: int, d: int) -> None:
+        self.run_d(d, self.D[d].cancel(f"{self.plans[i].tid}@{d}", "by the test", self.now))
+
+    @rule(d=st.integers(0, DS - 1), p=st.integers(0, PS - 1), count=st.integers(1, 3), back=st.booleans())
+    def deliver(self, d: int, p: int, count: int, back: bool) -> None:
+        link = self.links[d, p]
+        for _ in range(count):
+            if back and link.to_d and not link.gone_d:
+                self.deliver_to_d(link)
+            if not back and link.to_p and not link.gone_p:
+                self.deliver_to_p(link)
+
+    @rule()
+    def deliver_everything(self) -> None:
+        for link in list(self.links.values()):
+            while (link.to_d and not link.gone_d) or (link.to_p and not link.gone_p):
+                if link.to_p and not link.gone_p:
+                    self.deliver_to_p(link)
+                if link.to_d and not link.gone_d:
+                    self.deliver_to_d(link)
+
+    @rule(d=st.integers(0, DS - 1), p=st.integers(0, PS - 1), pick=st.integers(0, 50), back=st.booleans())
+    def resend(self, d: int, p: int, pick: int, back: bool) -> None:
+        """What was said on this connection is said again, late."""
+        link = self.links[d, p]
+        sent = [m for m in (link.sent_d if back else link.sent_p) if not isinstance(m, wire.Begin | wire.Grant)]
+        queue = link.to_d if back else link.to_p
+        if sent and not link.cut:
+            queue.append(sent[pick % len(sent)])
+
+    @rule(
+        d=st.integers(0, DS - 1),
+        p=st.integers(0, PS - 1),
+        a=st.integers(0, 3),
+        b=st.integers(0, 3),
+        now=st.sampled_from([True, False, False]),
+    )
+    def cut(self, d: int, p: int, a: int, b: int, now: bool) -> None:
+        """The connection breaks; `a` and `b` messages get through before that."""
+        link = self.links[d, p]
+        if now and not link.cut:
+            for queue, keep in ((link.to_p, a), (link.to_d, b)):
+                while len(queue) > keep:
+                    queue.pop()
+            self.cut_link(link)
+
+    @rule(d=st.integers(0, DS - 1), p=st.integers(0, PS - 1))
+    def reconnect(self, d: int, p: int) -> None:
+        if self.links[d, p].gone_d:
+            self.connect(d, p)
+
+    @precondition(lambda self: self.writes)
+    @rule(pick=st.integers(0, 50), how=st.sampled_from(["part", "ok", "ok", "fail"]))
+    def write(self, pick: int, how: str) -> None:
+        write = self.writes[pick % len(self.writes)]
+        if how == "part":
+            self.copy(write, write.done + 1)
+        else:
+            self.finish_write(write, how == "ok")
+
+    @precondition(lambda self: self.reads)
+    @rule(pick=st.integers(0, 50), how=st.sampled_from(["part", "ok", "ok", "fail"]))
+    def read(self, pick: int, how: str) -> None:
+        read = self.reads[pick % len(self.reads)]
+        if how == "part":
+            self.copy(read, read.done + 1)
+        else:
+            self.finish_read(read, how == "ok")
+
+    @rule(seconds=st.sampled_from([0.1, 0.8, 0.8, 3.5, 11.0]))
+    def wait(self, seconds: float) -> None:
+        for link in list(self.links.values()):
+            while link.cut and not link.gone_p:
+                self.deliver_to_p(link)  # the model's one assumption
+        self.now += seconds
+        for p in range(PS):
+            self.run_p(p, self.P[p].tick(self.now))
+        for d in range(DS):
+            self.run_d(d, self.D[d].tick(self.now))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "links"):
+            return
+        for p, tid in self.expected:
+            if (p, tid) not in self.readied:
+                self.abort(int(tid[1:]), p)
+        for _ in range(12):
+            self.deliver_everything()
+            for write in list(self.writes):
+                if write in self.writes:
+                    self.finish_write(write, True)
+            for read in list(self.reads):
+                if read in self.reads:
+                    self.finish_read(read, True)
+            self.deliver_everything()
+            self.wait(25.0)
+        assert not self.writes and not self.reads
+        for machine in [*self.P, *self.D]:
+            assert machine.open_count() == 0 and machine.next_due() is None
+            assert not machine._by_leg if isinstance(machine, rendezvous.Rendezvous) else not machine._by_reg
+        assert set(self.outcomes) == set(self.opened), "a landing without an outcome"
+        assert set(self.released) == set(self.readied), "a source without its release"
+        assert not self.owner and all(len(free) == 12 for free in self.free_p + self.free_d)
+
+
+TestPair = Pair.TestCase
+_deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+TestPair.settings = settings(max_examples=5000 if _deep else 300, stateful_step_count=80 if _deep else 40)

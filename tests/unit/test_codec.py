@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol import codec
+from kvferry.protocol import messages as wire
+
+PLANE = wire.Plane(base=2**47, block_stride=4096, head_stride=512, token_bytes=256)
+LAYOUT = wire.Layout(
+    planes=(PLANE, PLANE),
+    num_blocks=9,
+    block_size=16,
+    heads=2,
+    total_heads=4,
+    divisible=True,
+    device="cpu",
+    fingerprint={"model": "m"},
+)
+GREETING = dict(
+    life=2**62, engine_id="e", rank=1, tp_size=2, layout=LAYOUT, agent=b"\0\xff", scratch=2**47, silence_s=30.0
+)
+EXAMPLES: list[wire.Message] = [
+    wire.Hello(**GREETING),
+    wire.Welcome(**GREETING),
+    wire.Warm(),
+    wire.Refuse(code="c", reason="r"),
+    wire.Beat(),
+    wire.Register(reg_id=1, transfer_id="t", mode="push", start_token=0, end_token=7, block_ids=(3, 1), legs=1),
+    wire.Cancel(reg_id=1, reason="r"),
+    wire.Fetched(reg_id=1, ok=True),
+    wire.Begin(reg_id=1),
+    wire.Grant(reg_id=1, block_ids=(1, 2)),
+    wire.Landed(reg_id=1, nbytes=2**40, descriptors=3),
+    wire.Failed(reg_id=1, code="c", reason="ü"),
+    wire.Describe(),
+    wire.Description(
+        engine_id="e", life=1, rank=0, tp_size=1, role="both", mode="pull", block_size=16, version="0.1.0"
+    ),
+    wire.Abandon(transfer_id="t", reason="r"),
+    wire.Abandoned(transfer_id="t", known=False),
+    wire.Why(transfer_id="t"),
+    wire.Verdict(transfer_id="t", state="ok", code="", reason=""),
+]
+
+
+def head(version: int = codec.VERSION) -> bytes:
+    return codec.MAGIC + bytes([version])
+
+
+def test_every_message_type_has_an_example():
+    assert {type(message) for message in EXAMPLES} == set(typing.get_args(wire.AnyMessage))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_round_trip(message):
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_unknown_field_is_refused(message):
+    body = msgspec.msgpack.decode(codec.encode(message)[3:])
+    with pytest.raises(codec.WireError, match="unknown field `novelty`"):
+        codec.decode(head() + msgspec.msgpack.encode(body | {"novelty": 1}))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_every_shorter_message_is_refused(message):
+    data = codec.encode(message)
+    for size in range(len(data)):
+        with pytest.raises(codec.WireError):
+            codec.decode(data[:size])
+
+
+def test_c56_no_message_carries_a_point_in_time():
+    fields = {field.name for one in EXAMPLES for field in msgspec.structs.fields(one)}
+    assert not [name for name in fields if name.endswith(("_at", "time", "deadline", "expiry"))]
+
+
+def test_unknown_version_names_both():
+    with pytest.raises(codec.WireError, match="wire version 9, expected 1"):
+        codec.decode(head(9) + codec.encode(wire.Beat())[3:])
+
+
+def test_unknown_tag_is_named():
+    with pytest.raises(codec.WireError, match="Bogus"):
+        codec.decode(head() + msgspec.msgpack.encode({"type": "Bogus"}))
+
+
+def test_wrong_type_and_mode_are_refused():
+    body = msgspec.msgpack.decode(codec.encode(EXAMPLES[5])[3:])
+    for change in ({"mode": "shove"}, {"block_ids": "x"}, {"reg_id": 1.5}):
+        with pytest.raises(codec.WireError, match="malformed"):
+            codec.decode(head() + msgspec.msgpack.encode(body | change))
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_garbage_is_a_wire_error_and_nothing_else(data, framed):
+    try:
+        codec.decode(head() + data if framed else data)
+    except codec.WireError:
+        pass

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+
+from kvferry.protocol.landing import CutPeer, Destination, Landings, Outcome, StartRead
+from kvferry.protocol.messages import Cancel, Fetched, Register
+from kvferry.protocol.rendezvous import Note, Send
+from kvferry.protocol.table import UnexpectedEvent
+
+
+def where(mode="push", peers=(("p0", 1),), request="r"):
+    return Destination(request, "t", mode, 0, 40, (7, 8, 9), peers)
+
+
+def acts(instructions):
+    return [one for one in instructions if not isinstance(one, Note)]
+
+
+def cancel(reg_id, reason):
+    return Cancel(reg_id=reg_id, reason=reason)
+
+
+def gone(d):
+    return d.open_count() == 0 and d.next_due() is None and not d._by_reg
+
+
+@pytest.fixture
+def d():
+    return Landings(dial_s=4.0, prefill_s=20.0, transfer_s=3.0, fence_s=5.0, settle_s=0.75)
+
+
+def opened(d, mode="push", peers=(("p0", 1),)):
+    out = acts(d.open(where(mode, peers), {peer for peer, _ in peers}, 0.0))
+    assert all(isinstance(one.message, Register) for one in out) and len(out) == len(peers)
+    return [one.message.reg_id for one in out]
+
+
+def test_push(d):
+    (r,) = opened(d)
+    assert d.incoming() == 0
+    assert acts(d.begun(r, 1.0)) == [] and d.incoming() == 1
+    assert acts(d.landed(r, 2.0)) == [Outcome(where(), True, "", "")] and gone(d)
+    assert d.landed(r, 2.0) == [] and d.failed(r, "x", "late", 2.0) == []  # C61: late or twice
+
+
+def test_pull_counts_only_when_p_confirms(d):
+    (r,) = opened(d, "pull")
+    (read,) = acts(d.granted(r, (1, 2, 3), 0.0))
+    assert isinstance(read, StartRead) and read.source_block_ids == (1, 2, 3)
+    assert acts(d.read_done(r, 0.5)) == [Send("p0", Fetched(reg_id=r, ok=True))] and d.open_count() == 1
+    assert acts(d.landed(r, 0.6)) == [Outcome(where("pull"), True, "", "")] and gone(d)
+
+
+def test_c54_blocks_that_did_not_hold_still_are_no_success(d):
+    (r,) = opened(d, "pull")
+    d.granted(r, (1, 2, 3), 0.0)
+    d.read_done(r, 0.5)
+    (outcome,) = acts(d.failed(r, "lease_lapsed", "too late", 0.6))
+    assert (outcome.ok, outcome.code) == (False, "lease_lapsed") and gone(d)
+
+
+def test_registers_when_connected_and_gives_up_dialling_in_time(d):
+    assert acts(d.open(where(), set(), 0.0)) == [] and d.next_due() == 4.0
+    (outcome,) = acts(d.tick(4.0))
+    assert outcome.code == "peer_unreachable" and "4 s" in outcome.reason and gone(d)
+    assert acts(d.open(where(), set(), 10.0)) == []
+    assert isinstance(acts(d.connected("p0", 11.0))[0].message, Register) and d.next_due() == 31.0
+
+
+def test_cancel_waits_for_the_acknowledgement(d):
+    (r,) = opened(d)
+    assert acts(d.cancel("r", "client left", 1.0)) == [Send("p0", cancel(r, "client left"))]
+    assert d.cancel("r", "again", 1.0) == [] and d.incoming() == 1
+    assert acts(d.begun(r, 1.0)) == []
+    (outcome,) = acts(d.failed(r, "cancelled", "ok", 2.0))
+    assert (outcome.ok, outcome.code, outcome.reason) == (False, "cancelled", "client left") and gone(d)
+
+
+def test_cancel_crosses_landed(d):
+    (r,) = opened(d)
+    d.begun(r, 0.5)
+    d.cancel("r", "client left", 1.0)
+    (outcome,) = acts(d.landed(r, 1.0))
+    assert (outcome.ok, outcome.code) == (False, "cancelled") and gone(d)
+    assert d.failed(r, "expired_transfer", "answer to the cancel", 1.0) == []
+
+
+def test_first_failing_leg_cancels_its_siblings(d):
+    a, b, c = opened(d, peers=(("p0", 1), ("p1", 1), ("p2", 1)))
+    d.begun(b, 0.0)
+    d.landed(c, 0.0)
+    out = acts(d.failed(a, "write_failed", "broken", 1.0))
+    assert out == [Send("p1", cancel(b, "broken"))] and d.open_count() == 1
+    (outcome,) = acts(d.landed(b, 1.5))
+    assert (outcome.ok, outcome.code, outcome.reason) == (False, "write_failed", "broken") and gone(d)
+
+
+def test_c41_reads_are_waited_for(d):
+    (r,) = opened(d, "pull")
+    d.granted(r, (1,), 0.0)
+    assert acts(d.cancel("r", "client left", 0.1)) == []
+    assert acts(d.failed(r, "abandoned", "x", 0.2)) == [] and acts(d.peer_gone("p0", "peer_gone", "x", 0.3)) == []
+    out = acts(d.read_done(r, 0.4))
+    assert out[0] == Send("p0", Fetched(reg_id=r, ok=False)) and not out[1].ok and gone(d)
+
+
+@pytest.mark.parametrize("phase", ["registered", "landing", "cancelling"])
+def test_c43_lost_peer_may_have_bytes_on_the_way(d, phase):
+    (r,) = opened(d)
+    if phase != "registered":
+        d.begun(r, 0.5)
+    if phase == "cancelling":
+        d.cancel("r", "client left", 0.6)
+    assert acts(d.peer_gone("p0", "peer_gone", "lost", 1.0)) == []
+    assert d.incoming() == 1 and d.next_due() == 1.75
+    assert d.begun(r, 1.1) == [] and d.landed(r, 1.1) == [] and acts(d.tick(1.7)) == []
+    (outcome,) = acts(d.tick(1.75))
+    assert not outcome.ok and outcome.code == ("cancelled" if phase == "cancelling" else "peer_gone") and gone(d)
+
+
+def test_peer_lost_before_it_knew_of_us_or_after_our_reads_ends_at_once(d):
+    d.open(where(), set(), 0.0)
+    assert not acts(d.peer_gone("p0", "peer_gone", "lost", 1.0))[0].ok and gone(d)
+    (r,) = opened(d, "pull")
+    d.granted(r, (1,), 0.0)
+    d.read_done(r, 0.1)
+    assert not acts(d.peer_gone("p0", "peer_gone", "lost", 1.0))[0].ok and gone(d)
+
+
+def test_time_limits(d):
+    (r,) = opened(d)
+    out = acts(d.tick(20.0))  # prefill_s: P may begin any moment, so it is asked first
+    assert isinstance(out[0].message, Cancel) and "20 s" in out[0].message.reason
+    (cut,) = acts(d.tick(25.0))  # fence_s
+    assert isinstance(cut, CutPeer) and cut.peer == "p0" and d.open_count() == 1
+    d.peer_gone("p0", "transfer_timeout", cut.reason, 25.0)
+    assert acts(d.tick(25.75))[0].code == "transfer_timeout" and gone(d)
+    (r,) = opened(d)
+    d.begun(r, 0.0)
+    (cut,) = acts(d.tick(3.0))  # C43: begun and not ended: cut off without asking
+    assert isinstance(cut, CutPeer) and "3 s" in cut.reason
+
+
+def test_second_landing_of_an_open_request_is_ignored(d):
+    opened(d)
+    assert d.open(where(), {"p0"}, 0.0) == [] and d.open_count() == 1
+
+
+def test_cancel_of_an_unknown_request_is_nothing(d):
+    assert d.cancel("who", "x", 0.0) == []
+
+
+def test_impossible_order_raises_and_changes_nothing(d):
+    (r,) = opened(d)
+    with pytest.raises(UnexpectedEvent):
+        d.read_done(r, 0.0)
+    assert acts(d.landed(r, 0.0))[0].ok
+
+
+def test_legs_that_lapse_together_end_once(d):
+    assert acts(d.open(where(peers=(("p0", 1), ("p1", 1))), set(), 0.0)) == []
+    (outcome,) = acts(d.tick(4.0))
+    assert outcome.code == "peer_unreachable" and gone(d)
+
+
+def test_a_sibling_cancelled_by_a_lapse_gets_its_time_to_answer(d):
+    a, b = opened(d, peers=(("p0", 1), ("p1", 1)))
+    out = acts(d.tick(20.0))
+    assert [type(one) for one in out] == [Send, Send] and d.next_due() == 25.0
+    d.failed(a, "cancelled", "x", 21.0)
+    assert not acts(d.failed(b, "cancelled", "x", 21.0))[0].ok and gone(d)
