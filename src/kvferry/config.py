@@ -48,9 +48,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     transfer_timeout_s: float = 60.0
     """From the first post until everything has landed."""
 
-    idle_wait_ms: float = 20.0
-    """Longest sleep of an engine step that has no model work, while a transfer is open; a transfer's end cuts it
-    short. vLLM alone would step a thousand times a second."""
+    idle_wait_ms: float = 50.0
+    """Longest sleep of a decode engine's step that has no model work while a request waits for its KV; the KV's landing
+    cuts it short. A request that comes meanwhile registers this much later at most, behind the prefill that is being
+    waited for. At most 5 on a prefill engine. vLLM alone would step a thousand times a second."""
 
     backends: tuple[str, ...] = ("UCX",)
     """NIXL backends."""

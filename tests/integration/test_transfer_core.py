@@ -14,9 +14,9 @@ from kvferry.protocol import codec
 from kvferry.protocol import messages as wire
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
-from kvferry.transfer.core import SCRATCH_BYTES, Identity, TransferCore
+from kvferry.transfer.core import TransferCore
 from kvferry.transfer.memory import MemoryNetwork, MemoryWorld
-from kvferry.transfer.peers import Stage
+from kvferry.transfer.peers import SCRATCH_BYTES, Identity, Stage
 
 PLANES, BLOCKS, BLOCK, TOKEN = 2, 16, 4, 8
 DP, PP = 6600, 5600
@@ -323,13 +323,13 @@ def test_peer_lost_in_each_phase(house, mode, phase, how):
 
 def test_restarted_p_under_the_same_address_works_again(house, mode):
     p, d = pair(house, mode)
-    first_life = p.core.life
+    first_life = p.core._peers.life
     house.kill(p)
     house.wait(5.0)
     p = house.rank("P", "producer", PP, mode=mode)
     randomise(p)
     house.wait(2.0)
-    assert p.core.life != first_life
+    assert p.core._peers.life != first_life
     expect(p, mode=mode)
     ready(p)
     land(d, mode=mode)
@@ -612,13 +612,13 @@ def test_message_out_of_order_ends_the_peer_not_the_engine(house):
     p, d = pair(house)
     land(d)
     house.run()
-    (key,) = d.core._peers
+    (key,) = d.core._peers.by_key
     (reg_id,) = d.core._landings._by_reg
-    p.core._channel.send(next(iter(p.core._peers)), codec.encode(wire.Begin(reg_id=reg_id)))
-    p.core._channel.send(next(iter(p.core._peers)), codec.encode(wire.Begin(reg_id=reg_id)))
+    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id)))
+    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id)))
     house.run(1)
     house.wait(2.0)
-    assert [r.ok for r in d.results] == [False] and d.core._peers[key].stage is Stage.UP
+    assert [r.ok for r in d.results] == [False] and d.core._peers.by_key[key].stage is Stage.UP
     house.wait(35.0)
     house.settled()
 
@@ -668,7 +668,7 @@ def test_idle_cores_have_nothing_to_wake_for_but_beats(house):
 def test_c56_clocks_that_differ_by_hours(house):
     p, d = pair(house)
     p.core._clock = lambda: house.now + 3600.0
-    for peer in p.core._peers.values():
+    for peer in p.core._peers.by_key.values():
         peer.heard_at = peer.said_at = house.now + 3600.0
     expect(p)
     house.run()

@@ -114,8 +114,9 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
     from kvferry.protocol.messages import Layout, Plane
     from kvferry.story import Story
     from kvferry.transfer.channel import ZmqChannel
-    from kvferry.transfer.core import SCRATCH_BYTES, Identity, TransferCore
+    from kvferry.transfer.core import TransferCore
     from kvferry.transfer.nixl import NixlFabric
+    from kvferry.transfer.peers import SCRATCH_BYTES, Identity
     from kvferry.transfer.thread import TransferThread
 
     memory, scratch = np.zeros(SHAPE, np.uint8), np.zeros(SCRATCH_BYTES, np.uint8)
@@ -169,7 +170,7 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
             pipe.send(got)
         elif what == "up":  # connected to args[0] peers
             until = time.monotonic() + WAIT_S
-            while sum(p.stage.name == "UP" for p in list(core._peers.values())) < args[0]:
+            while sum(p.stage.name == "UP" for p in list(core._peers.by_key.values())) < args[0]:
                 assert time.monotonic() < until, "not connected"
                 time.sleep(0.01)
             pipe.send(True)

@@ -25,7 +25,7 @@ from kvferry.errors import CompatError
 from kvferry.ids import EngineId
 from kvferry.story import Story
 from kvferry.transfer.channel import ZmqChannel
-from kvferry.transfer.core import Identity
+from kvferry.transfer.peers import Identity
 
 if TYPE_CHECKING:
     import torch

@@ -35,13 +35,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     finished: list[Ready] = field(default_factory=list)  # KV complete already
     fences: list[Abort] = field(default_factory=list)  # preempted after hand-over: wait before the forward
     idle: bool = False
-
-    @property
-    def news(self) -> bool:
-        """Whether anything leaves before the forward."""
-        return bool(
-            self.expects or self.lands or self.rejects or self.drops or self.aborts or self.finished or self.fences
-        )
+    news: bool = False  # something leaves before the forward
 
 
 IDLE = StepMetadata(idle=True)

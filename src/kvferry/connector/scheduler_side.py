@@ -82,6 +82,7 @@ class SchedulerSide:
                 self._sources[request.request_id] = _Source(request, params)
                 self._transfer_ids.add(params.transfer_id)
                 mode = params.mode or self.config.mode
+                self._next.news = True
                 self._next.expects.append(Expect(params.transfer_id, request.request_id, mode, params.fan_out))
 
     # -- decode -----------------------------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ class SchedulerSide:
         if landing.params is None:
             if num_external_tokens > 0:
                 reject = Reject(request.request_id, new_transfer_id(), "bad_parameters", landing.reason)
+                self._next.news = True
                 self._next.rejects.append(reject)
             else:
                 landing.received = True
@@ -132,6 +134,7 @@ class SchedulerSide:
             end_token=end,
             block_ids=block_ids,
         )
+        self._next.news = True
         self._next.lands.append(land)
 
     # -- each step --------------------------------------------------------------------------------------------------
@@ -139,14 +142,17 @@ class SchedulerSide:
     @timed
     def build(self, output: Any) -> StepMetadata:
         """Called once per step, after scheduling; `request.num_computed_tokens` doesn't include this step yet."""
-        if not output.total_num_scheduled_tokens and not self._next.news and not output.preempted_req_ids:
-            return IDLE if self._anything_open() else NOTHING  # the common step while a request waits: keep it cheap
+        scheduled_any = bool(output.total_num_scheduled_tokens)
+        if not self._next.news and not (self._sources and (scheduled_any or output.preempted_req_ids)):
+            # Most steps: a request waits, or tokens are made of what has landed. Keep it cheap.
+            return IDLE if not scheduled_any and self._anything_open() else NOTHING
         step, self._next = self._next, StepMetadata()
         state = output.kv_connector_block_state
         for request_id in output.preempted_req_ids or ():
             source = self._sources.get(request_id)
             if source is not None and source.handed and not source.finished and not source.released:
                 reason = "preempted on the prefill engine after its KV was handed over"
+                step.news = True
                 step.fences.append(Abort(source.params.transfer_id, request_id, reason))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             source = self._sources.get(request_id)
@@ -162,7 +168,7 @@ class SchedulerSide:
                     needed = -(-prompt // self.block_size)
                     ready = Ready(source.params.transfer_id, request_id, tuple(blocks[0][:needed]), prompt)
                     step.readies.append(ready)
-        step.idle = not output.total_num_scheduled_tokens and self._anything_open()
+        step.idle = not scheduled_any and self._anything_open()
         return step
 
     def _anything_open(self) -> bool:
@@ -204,6 +210,7 @@ class SchedulerSide:
                     end = request.num_prompt_tokens
                     self._land(request_id, landing.params, end, end, ())
                 elif not landing.received:
+                    self._next.news = True
                     self._next.drops.append(Drop(request_id))
                 self._note_hooks(landing.params.transfer_id)
             return False, None
@@ -215,11 +222,13 @@ class SchedulerSide:
         if not source.handed:
             if request.num_computed_tokens < prompt or not block_ids:
                 reason = f"the request ended on the prefill engine before its prompt was computed ({request.status})"
+                self._next.news = True
                 self._next.aborts.append(Abort(params.transfer_id, request_id, reason))
                 self._forget_source(request_id)
                 return False, None
             source.handed = True
             blocks = tuple(block_ids[: -(-prompt // self.block_size)])
+            self._next.news = True
             self._next.finished.append(Ready(params.transfer_id, request_id, blocks, prompt))
         self._note_hooks(params.transfer_id)
         reply = {

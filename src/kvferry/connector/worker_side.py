@@ -17,7 +17,8 @@ from kvferry.connector.hooks import take_ms, timed
 from kvferry.connector.metadata import StepMetadata
 from kvferry.story import Story
 from kvferry.transfer.commands import Received, Result, Sent
-from kvferry.transfer.core import SCRATCH_BYTES, Identity, TransferCore
+from kvferry.transfer.core import TransferCore
+from kvferry.transfer.peers import SCRATCH_BYTES, Identity
 from kvferry.transfer.thread import InlineTransfers, Transfers, TransferThread
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvferry.connector")
 
 _FIRST_IDLE_WAIT_S = 0.001
+_PREFILL_IDLE_MS = 5.0  # on P a new prompt may come while an old one is fetched, and every millisecond is TTFT
 _NO_RESULTS: tuple[set[str], set[str], set[str]] = (set(), set(), set())  # shared, never changed
 
 
@@ -43,6 +45,8 @@ class WorkerSide:
         self._reportable: set[str] = set()  # requests whose Received the engine waits for
         self._results: list[Result] = []
         self._idle_wait_s = _FIRST_IDLE_WAIT_S
+        longest_ms = config.idle_wait_ms if identity.role == "consumer" else min(config.idle_wait_ms, _PREFILL_IDLE_MS)
+        self._longest_idle_s = longest_ms / 1e3
         self._scratch: Any = None
 
     def start(self, caches: Caches) -> None:
@@ -149,7 +153,7 @@ class WorkerSide:
         step = self._step
         if step.idle and not self._results:
             self._transfers.wait(self._idle_wait_s)
-            self._idle_wait_s = min(2 * self._idle_wait_s, self.config.idle_wait_ms / 1e3)
+            self._idle_wait_s = min(2 * self._idle_wait_s, self._longest_idle_s)
         out = self._take()
         if not step.idle or step.news or out is not _NO_RESULTS:
             self._idle_wait_s = _FIRST_IDLE_WAIT_S

@@ -16,53 +16,28 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry import __version__
-from kvferry.config import ConnectorConfig, parse_address
-from kvferry.errors import CompatError, FabricError, KVFerryError
-from kvferry.ids import EngineId, RegistrationId, TransferId, new_life_id
+from kvferry.config import ConnectorConfig
+from kvferry.errors import FabricError
+from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, landing, rendezvous
 from kvferry.protocol import messages as wire
-from kvferry.protocol.layout import check_compatible, fan_in, legs_for
-from kvferry.protocol.plan import PlanError, plan
+from kvferry.protocol.layout import fan_in, legs_for
+from kvferry.protocol.plan import PlanError
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
-from kvferry.transfer.fabric import Fabric, Handle, Op
-from kvferry.transfer.peers import Peer, Stage
+from kvferry.transfer.fabric import Fabric, Op
+from kvferry.transfer.peers import Identity, Peer, Peers, Stage
+from kvferry.transfer.posts import Posts
 
 log = logging.getLogger("kvferry.transfer")
 
-SCRATCH_BYTES = 64
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
 _REMEMBERED_ENDINGS = 10_000
-_REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
 _STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
-_CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Which rank this is. `role`: 'producer', 'consumer' or 'both'."""
-
-    engine_id: EngineId
-    rank: int
-    tp_size: int
-    role: str
-
-
-@dataclass
-class _Post:
-    op: Op
-    peer: str
-    register: wire.Register
-    handle: Handle | None  # None: could not be posted
-    nbytes: int
-    descriptors: int
-    posted_at: float
 
 
 @dataclass
@@ -92,11 +67,9 @@ class TransferCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity, self.config = identity, config
-        self.life = new_life_id()
         self._fabric, self._channel = fabric, channel
-        self._layout, self._scratch = layout, scratch
+        self._layout = layout
         self._story, self._on_result, self._clock = story, on_result, clock
-        self._metadata = fabric.metadata()
         self._rendezvous = rendezvous.Rendezvous(lease_s=config.lease_s, unseen_s=config.registration_timeout_s)
         self._landings = landing.Landings(
             dial_s=config.connect_timeout_s,
@@ -105,17 +78,26 @@ class TransferCore:
             fence_s=config.lease_s,
         )
         self._commands: deque[cmd.Command] = deque()
-        self._peers: dict[str, Peer] = {}
-        self._posts: list[_Post] = []
+        self._posts = Posts(identity, layout, fabric, story, clock, config.transfer_timeout_s)
+        self._peers = Peers(
+            identity,
+            config,
+            fabric,
+            channel,
+            layout,
+            scratch,
+            clock,
+            lose=self._gone,
+            up=self._peer_up,
+            refused=self._advance_all,
+        )
         self._openings: dict[str, _Opening] = {}
         self._waiting_moments: list[cmd.Ready] = []
         self._requests: dict[TransferId, str] = {}
         self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
         self._last_progress = 0.0
         self._driven_at = 0.0
-        self._standing = {parse_address(peer, "peers") for peer in config.peers}
-        for host, port in sorted(self._standing):
-            self._dial(host, port)
+        self._peers.dial_standing()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -146,7 +128,7 @@ class TransferCore:
             if isinstance(event, Got):
                 self._receive(event.key, event.data)
             elif isinstance(event, Up):
-                self._greet(event.key)
+                self._peers.greet(event.key)
             elif isinstance(event, Down):
                 self._gone(event.key, "peer_gone", "the connection was lost")
 
@@ -157,7 +139,7 @@ class TransferCore:
             or self._waiting_moments
             or self._landings.incoming()
             or self._rendezvous.being_read()
-            or any(peer.busy() for peer in self._peers.values())
+            or self._peers.busy()
         )
 
     def open_counts(self) -> dict[str, int]:
@@ -166,14 +148,11 @@ class TransferCore:
             "sources": self._rendezvous.open_count(),
             "landings": self._landings.open_count() + len(self._openings),
             "posts": len(self._posts),
-            "peers": len(self._peers),
+            "peers": len(self._peers.by_key),
         }
 
     def close(self) -> None:
-        for post in self._posts:
-            if post.handle is not None:
-                self._fabric.release(post.handle)
-        self._posts.clear()
+        self._posts.close()
         self._channel.close()
         self._fabric.close()
         self._story.close()
@@ -198,7 +177,7 @@ class TransferCore:
                 self._story.note(command.transfer_id, "allocated", tokens=command.end_token - command.start_token)
                 due = now + self.config.connect_timeout_s
                 opening = self._openings[command.request] = _Opening(command, due)
-                self._dial(command.host, command.port)
+                self._peers.dial(command.host, command.port)
                 self._advance(opening)
             else:
                 self._drop(command.request)
@@ -233,7 +212,7 @@ class TransferCore:
     def _advance(self, opening: _Opening) -> None:
         """Open the landing as soon as P's rank 0 is up, or fail it if that can't be."""
         land = opening.land
-        first = self._dial(land.host, land.port)
+        first = self._peers.dial(land.host, land.port)
         if first.stage is Stage.REFUSED:
             return self._fail_opening(opening, *first.refusal)
         if first.stage is not Stage.UP or not isinstance(first.greeting, wire.Welcome):
@@ -250,7 +229,7 @@ class TransferCore:
         me = self.identity
         peers = []
         for share in fan_in(me.rank, me.tp_size, found.tp_size, self._layout.total_heads):
-            peer = self._dial(land.host, land.port + share.p_rank)
+            peer = self._peers.dial(land.host, land.port + share.p_rank)
             peers.append((peer.key, legs_for(share.p_rank, found.tp_size, me.tp_size, self._layout.total_heads)))
         del self._openings[land.request]
         destination = landing.Destination(
@@ -262,8 +241,7 @@ class TransferCore:
             block_ids=land.block_ids,
             peers=tuple(dict(peers).items()),
         )
-        up = {key for key, peer in self._peers.items() if peer.stage is Stage.UP}
-        self._run(self._landings.open(destination, up, self._clock()))
+        self._run(self._landings.open(destination, self._peers.up_keys(), self._clock()))
         return None
 
     def _fail_opening(self, opening: _Opening, code: str, reason: str) -> None:
@@ -280,143 +258,17 @@ class TransferCore:
 
     # -- peers ------------------------------------------------------------------------------------------------------
 
-    def _dial(self, host: str, port: int) -> Peer:
-        key = self._channel.dial(host, port)
-        peer = self._peers.get(key)
-        if peer is None:
-            now = self._clock()
-            peer = self._peers[key] = Peer(key, Stage.DIALING, address=(host, port), heard_at=now, said_at=now)
-        if peer.stage is Stage.DIALING:
-            peer.heard_at, peer.redial_at = self._clock(), None
-        return peer
-
-    def _greet(self, key: str) -> None:
-        peer = self._peers.get(key)
-        if peer is None:
-            return  # hung up meanwhile
-        peer.stage = Stage.GREETING
-        me = self.identity
-        hello = wire.Hello(
-            life=self.life,
-            engine_id=me.engine_id,
-            rank=me.rank,
-            tp_size=me.tp_size,
-            layout=self._layout,
-            agent=self._metadata,
-            scratch=self._scratch,
-            silence_s=self.config.lease_s,
-        )
-        peer.heard_at = self._clock()
-        self._send(key, hello)
-
-    def _on_hello(self, key: str, hello: wire.Hello) -> None:
-        me = self.identity
-        self._gone(key, "peer_gone", "it greets anew", keep=True)
-        for other in [p for p in self._peers.values() if p.address is None and p.greeting]:
-            greeting = other.greeting
-            if greeting and (greeting.engine_id, greeting.rank) == (hello.engine_id, hello.rank):
-                self._gone(other.key, "peer_gone", "the engine was restarted")
-        try:
-            if me.role == "consumer":
-                raise CompatError(f"{me.engine_id} is a kv_consumer and sends no KV", hint="dial a prefill engine")
-            check_compatible(self._layout, hello.layout)
-            fan_in(hello.rank, hello.tp_size, me.tp_size, self._layout.total_heads)
-            agent = self._fabric.add_peer(hello.agent)
-        except KVFerryError as error:
-            reason = f"prefill engine {me.engine_id} refuses decode engine {hello.engine_id}: {error}"
-            log.error("%s", reason)
-            self._channel.send(key, codec.encode(wire.Refuse(code=error.code, reason=reason)))
-            return
-        now = self._clock()
-        peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
-        self._peers[key] = peer
-        welcome = wire.Welcome(
-            life=self.life,
-            engine_id=me.engine_id,
-            rank=me.rank,
-            tp_size=me.tp_size,
-            layout=self._layout,
-            agent=self._metadata,
-            scratch=self._scratch,
-            silence_s=self.config.lease_s,
-        )
-        self._send(key, welcome)
-        self._warm_up(peer, "WRITE")
-
-    def _on_welcome(self, peer: Peer, welcome: wire.Welcome) -> None:
-        peer.greeting = welcome
-        try:
-            check_compatible(self._layout, welcome.layout)
-            peer.agent = self._fabric.add_peer(welcome.agent)
-        except KVFerryError as error:
-            reason = f"decode engine {self.identity.engine_id} refuses {peer.name}: {error}"
-            return self._refused(peer, error.code, reason)
-        peer.stage = Stage.WARMING
-        return self._warm_up(peer, "READ")
-
-    def _refused(self, peer: Peer, code: str, reason: str) -> None:
-        if code == _CUT_OFF or peer.address is None:
-            return self._gone(peer.key, "peer_gone", reason)
-        log.error("%s", reason)
-        self._gone(peer.key, code, reason, keep=True)
-        self._peers[peer.key] = Peer(peer.key, Stage.REFUSED, refusal=(code, reason), address=peer.address)
-        return self._advance_all()
-
-    def _warm_up(self, peer: Peer, op: Op) -> None:
-        """Make the fabric connect now: its first access can take seconds on a fresh pair."""
-        assert peer.greeting is not None
-        mine, theirs, size = (
-            np.array([x], dtype=np.uint64) for x in (self._scratch, peer.greeting.scratch, SCRATCH_BYTES)
-        )
-        try:
-            peer.warm_handle = self._fabric.post(op, peer.agent, mine, theirs, size, peer.layout.device)
-        except FabricError as error:
-            self._gone(peer.key, error.code, str(error))
-
-    def _check_warm(self, peer: Peer) -> None:
-        if peer.warm_handle is not None:
-            try:
-                done = self._fabric.check(peer.warm_handle)
-            except FabricError as error:
-                return self._gone(peer.key, error.code, f"the first access to {peer.name} failed: {error}")
-            if not done:
-                return None
-            self._fabric.release(peer.warm_handle)
-            peer.warm_handle = None
-            peer.warmed = True
-            self._send(peer.key, wire.Warm())
-        if peer.warmed and peer.told_warm and peer.stage is Stage.WARMING:
-            peer.stage = Stage.UP
-            log.info("%s rank %d: connected to %s", self.identity.engine_id, self.identity.rank, peer.name)
-            self._run(self._landings.connected(peer.key, self._clock()))
-            self._advance_all()
-        return None
-
-    def _advance_all(self) -> None:
-        for opening in list(self._openings.values()):
-            self._advance(opening)
-
-    def _gone(self, key: str, code: str, reason: str, *, keep: bool = False) -> None:
+    def _gone(self, key: str, code: str, reason: str, keep: bool = False) -> None:
         """Cut the peer off, so that we post nothing more to it, and only then tell the machines.
 
         `keep`: leave the connection as it is; else it is closed, and dialled again later if it is wanted.
         """
-        peer = self._peers.pop(key, None)
+        peer = self._peers.by_key.get(key)
         if peer is None:
             return
         now = self._clock()
-        lost = [post for post in self._posts if post.peer == key]
-        self._posts = [post for post in self._posts if post.peer != key]
-        for post in lost:
-            if post.handle is not None:
-                self._fabric.release(post.handle)
-        if peer.warm_handle is not None:
-            self._fabric.release(peer.warm_handle)
-        if peer.agent:
-            self._fabric.remove_peer(peer.agent)
-        text = f"{peer.name}: {reason}"
-        if peer.stage is not Stage.DIALING:
-            log.warning("%s rank %d: lost %s", self.identity.engine_id, self.identity.rank, text)
+        lost = self._posts.drop(key)
+        text = self._peers.cut(peer, reason)
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
                 self._run(self._rendezvous.write_failed(key, post.register.reg_id, text, now, code))
@@ -425,28 +277,21 @@ class TransferCore:
         for post in lost:
             if post.op == "READ":
                 self._run(self._landings.read_failed(post.register.reg_id, text, now))
-        if keep:
-            return
-        if peer.address is None:
-            self._channel.send(key, codec.encode(wire.Refuse(code=_CUT_OFF, reason=text)))
-        self._channel.hang_up(key)
-        if peer.address is not None and (peer.address in self._standing or self._wanted(peer)):
-            lost_peer = Peer(key, Stage.DIALING, address=peer.address, heard_at=now, said_at=now)
-            lost_peer.redial_at = now + _REDIAL_S
-            self._peers[key] = lost_peer
+        if not keep:
+            self._peers.hang_up(peer, text, self._wanted(peer))
+
+    def _peer_up(self, key: str) -> None:
+        self._run(self._landings.connected(key, self._clock()))
+        self._advance_all()
+
+    def _advance_all(self) -> None:
+        for opening in list(self._openings.values()):
+            self._advance(opening)
 
     def _wanted(self, peer: Peer) -> bool:
         return any((o.land.host, o.land.port) == peer.address for o in self._openings.values())
 
     # -- messages ---------------------------------------------------------------------------------------------------
-
-    def _send(self, key: str, message: wire.Message) -> None:
-        if self._channel.send(key, codec.encode(message)):
-            peer = self._peers.get(key)
-            if peer is not None:
-                peer.said_at = self._clock()
-        else:
-            self._gone(key, "peer_gone", "the connection was lost")
 
     def _receive(self, key: str, data: bytes) -> None:
         if not data:
@@ -464,17 +309,16 @@ class TransferCore:
 
     def _take(self, key: str, message: wire.AnyMessage) -> None:
         now = self._clock()
-        peer = self._peers.get(key)
+        peer = self._peers.by_key.get(key)
         if peer is not None:
             peer.heard_at = now
         if isinstance(message, wire.Describe | wire.Abandon | wire.Why):
             self._answer(key, message)
         elif isinstance(message, wire.Hello):
-            self._on_hello(key, message)
+            self._peers.hello(key, message)
         elif peer is None:
             if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
-                refuse = wire.Refuse(code=_CUT_OFF, reason=f"{self.identity.engine_id} waits for a greeting")
-                self._channel.send(key, codec.encode(refuse))
+                self._peers.stranger(key)
         elif isinstance(message, wire.Register):
             self._run(self._rendezvous.register(key, message, now))
         elif isinstance(message, wire.Cancel):
@@ -490,19 +334,19 @@ class TransferCore:
         elif isinstance(message, wire.Failed):
             self._run(self._landings.failed(message.reg_id, message.code, message.reason, now))
         elif isinstance(message, wire.Welcome):
-            self._on_welcome(peer, message)
+            self._peers.welcome(peer, message)
         elif isinstance(message, wire.Warm):
             peer.told_warm = True
-            self._check_warm(peer)
+            self._peers.check_warm(peer)
         elif isinstance(message, wire.Refuse):
-            self._refused(peer, message.code, message.reason)
+            self._peers.refuse(peer, message.code, message.reason)
 
     def _answer(self, key: str, question: wire.Describe | wire.Abandon | wire.Why) -> None:
         reply: wire.Message
         if isinstance(question, wire.Describe):
             reply = wire.Description(
                 engine_id=self.identity.engine_id,
-                life=self.life,
+                life=self._peers.life,
                 rank=self.identity.rank,
                 tp_size=self.identity.tp_size,
                 role=self.identity.role,
@@ -532,7 +376,7 @@ class TransferCore:
     def _run(self, instructions: Iterable[rendezvous.Instruction | landing.Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, rendezvous.Send):
-                self._send(instruction.peer, instruction.message)
+                self._peers.send(instruction.peer, instruction.message)
             elif isinstance(instruction, rendezvous.StartWrite):
                 self._post("WRITE", instruction.peer, instruction.register, instruction.block_ids)
             elif isinstance(instruction, landing.StartRead):
@@ -547,54 +391,23 @@ class TransferCore:
                 self._landed(instruction)
 
     def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...]) -> None:
-        started = self._clock()
-        peer = self._peers.get(key)
+        peer = self._peers.by_key.get(key)
         if peer is None or peer.greeting is None:
-            return self._ended(op, key, register.reg_id, "the peer went away before anything was posted", 0, 0)
-        me, writing = self.identity, op == "WRITE"
-        src, dst = (self._layout, peer.layout) if writing else (peer.layout, self._layout)
-        p_rank, d_rank = (me.rank, peer.greeting.rank) if writing else (peer.greeting.rank, me.rank)
-        p_tp, d_tp = (me.tp_size, peer.greeting.tp_size) if writing else (peer.greeting.tp_size, me.tp_size)
-        descriptors = nbytes = 0
-        handles = []
+            return self._ended(op, key, register.reg_id, "the peer went away before anything was posted")
         try:
-            for share in fan_in(d_rank, d_tp, p_tp, self._layout.total_heads):
-                if share.p_rank != p_rank:
-                    continue
-                source = source_block_ids[register.start_token // src.block_size :]
-                made = plan(src, dst, share, source, register.block_ids, register.start_token, register.end_token)
-                if not made.descriptors:
-                    continue
-                local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
-                planned = self._clock()
-                handles.append(self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device))
-                descriptors += made.descriptors
-                nbytes += made.total_bytes
+            posted = self._posts.start(op, peer, register, source_block_ids)
         except PlanError as error:
-            return self._ended(op, key, register.reg_id, str(error), 0, 0)
+            return self._ended(op, key, register.reg_id, str(error))
         except FabricError as error:
-            # Some of its descriptors may be under way: it ends with the connection, which is of no use any more.
-            self._posts.append(_Post(op, key, register, None, 0, 0, started))
             return self._gone(key, f"{op.lower()}_failed", str(error))
-        if not handles:
-            return self._ended(op, key, register.reg_id, "", 0, 0)
-        now = self._clock()
-        plan_ms, post_ms = (planned - started) * 1e3, (now - planned) * 1e3
-        self._story.note(
-            register.transfer_id,
-            "posted",
-            op=op,
-            descriptors=descriptors,
-            nbytes=nbytes,
-            plan_ms=round(plan_ms, 3),
-            post_ms=round(post_ms, 3),
-        )
-        for handle in handles:
-            self._posts.append(_Post(op, key, register, handle, nbytes, descriptors, now))
-        self._last_progress = self._driven_at = now
+        if not posted:
+            return self._ended(op, key, register.reg_id)
+        self._last_progress = self._driven_at = self._clock()
         return None
 
-    def _ended(self, op: Op, key: str, reg_id: RegistrationId, error: str, nbytes: int, descriptors: int) -> None:
+    def _ended(
+        self, op: Op, key: str, reg_id: RegistrationId, error: str = "", nbytes: int = 0, descriptors: int = 0
+    ) -> None:
         now = self._clock()
         if op == "WRITE" and error:
             self._run(self._rendezvous.write_failed(key, reg_id, error, now))
@@ -648,27 +461,12 @@ class TransferCore:
         if not self.busy():
             return
         self._fabric.progress()
-        for peer in [peer for peer in self._peers.values() if peer.stage is Stage.WARMING]:
-            self._check_warm(peer)
-        for post in list(self._posts):
-            if post not in self._posts:
-                continue  # went with its peer
-            try:
-                if post.handle is None or not self._fabric.check(post.handle):
-                    if self._clock() - post.posted_at > self.config.transfer_timeout_s:
-                        reason = f"a {post.op} took more than {self.config.transfer_timeout_s:g} s"
-                        self._gone(post.peer, "transfer_timeout", reason)
-                    continue
-            except FabricError as failure:
-                # Some of its descriptors may be under way still, and the fabric's connection is broken for all.
-                self._gone(post.peer, f"{post.op.lower()}_failed", str(failure))
+        self._peers.drive()
+        for post, code, reason in self._posts.poll():
+            if code:
+                self._gone(post.peer, code, reason)
                 continue
             self._last_progress = self._clock()
-            self._fabric.release(post.handle)
-            self._posts.remove(post)
-            wire_ms = round((self._clock() - post.posted_at) * 1e3, 3)
-            event = "written" if post.op == "WRITE" else "read"
-            self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=wire_ms)
             self._ended(post.op, post.peer, post.register.reg_id, "", post.nbytes, post.descriptors)
 
     def _timeout(self, max_wait_s: float | None) -> float | None:
@@ -679,15 +477,10 @@ class TransferCore:
             return 0.0 if now - self._last_progress < _SPIN_S else 0.001
         waits = [w - now for w in (self._rendezvous.next_due(), self._landings.next_due()) if w is not None]
         waits += [opening.due - now for opening in self._openings.values()]
-        waits += [self._beat_due(peer) - now for peer in self._peers.values() if peer.stage is Stage.UP]
-        waits += [peer.redial_at - now for peer in self._peers.values() if peer.redial_at is not None]
+        waits += self._peers.waits(now)
         if max_wait_s is not None:
             waits.append(max_wait_s)
         return max(0.0, min(waits)) if waits else None
-
-    def _beat_due(self, peer: Peer) -> float:
-        assert peer.greeting is not None
-        return peer.said_at + min(peer.greeting.silence_s, self.config.lease_s) / 3
 
     def _tick(self) -> None:
         now = self._clock()
@@ -695,19 +488,8 @@ class TransferCore:
         self._run(self._landings.tick(now))
         for opening in [o for o in self._openings.values() if o.due <= now]:
             land = opening.land
-            peer = self._dial(land.host, land.port)
+            peer = self._peers.dial(land.host, land.port)
             heard = "accepts but does not answer" if peer.stage is Stage.GREETING else "cannot be reached"
             reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
             self._fail_opening(opening, "peer_unreachable", reason)
-        for peer in list(self._peers.values()):
-            if peer.redial_at is not None and peer.redial_at <= now and peer.address is not None:
-                self._dial(*peer.address)
-            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING) and peer.address not in self._standing
-            if unanswered and now - peer.heard_at > self.config.connect_timeout_s and not self._wanted(peer):
-                self._gone(peer.key, "peer_unreachable", f"no answer within {self.config.connect_timeout_s:g} s")
-            if peer.stage not in (Stage.UP, Stage.WARMING):
-                continue
-            if now - peer.heard_at > self.config.lease_s:
-                self._gone(peer.key, "peer_gone", f"silent for {self.config.lease_s:g} s")
-            elif self._beat_due(peer) <= now:
-                self._send(peer.key, wire.Beat())
+        self._peers.tick(now, self._wanted)

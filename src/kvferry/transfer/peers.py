@@ -7,11 +7,39 @@ before the first real transfer, and says `Warm`. Owned by the transfer core's th
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvferry.protocol.messages import Hello, Layout, Welcome
-from kvferry.transfer.fabric import Handle, PeerName
+import numpy as np
+
+from kvferry.config import ConnectorConfig, parse_address
+from kvferry.errors import CompatError, FabricError, KVFerryError
+from kvferry.ids import EngineId, new_life_id
+from kvferry.protocol import codec
+from kvferry.protocol.layout import check_compatible, fan_in
+from kvferry.protocol.messages import Beat, Hello, Layout, Message, Refuse, Warm, Welcome
+from kvferry.transfer.channel import Channel
+from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
+
+log = logging.getLogger("kvferry.transfer")
+
+SCRATCH_BYTES = 64
+CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
+_REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
+
+Lose = Callable[[str, str, str, bool], None]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which rank this is. `role`: 'producer', 'consumer' or 'both'."""
+
+    engine_id: EngineId
+    rank: int
+    tp_size: int
+    role: str
 
 
 class Stage(Enum):
@@ -51,6 +79,220 @@ class Peer:
         who = f"{self.greeting.engine_id} rank {self.greeting.rank}" if self.greeting else "engine"
         return who + where
 
+
+class Peers:
+    """Everyone this rank is, or wants to be, connected to, by channel key.
+
+    `lose(key, code, reason, keep)`: the owner's way to cut a peer off; it calls `cut` and `hang_up` here in between its
+    own bookkeeping. `up(key)`: a peer can be used. `refused()`: some peer will not talk to us.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: ConnectorConfig,
+        fabric: Fabric,
+        channel: Channel,
+        layout: Layout,
+        scratch: int,
+        clock: Callable[[], float],
+        *,
+        lose: Lose,
+        up: Callable[[str], None],
+        refused: Callable[[], None],
+    ) -> None:
+        self.by_key: dict[str, Peer] = {}
+        self.life = new_life_id()
+        self._identity, self._config, self._layout, self._scratch = identity, config, layout, scratch
+        self._fabric, self._channel, self._clock = fabric, channel, clock
+        self._metadata = fabric.metadata()
+        self._lose, self._up, self._refused = lose, up, refused
+        self._standing = {parse_address(peer, "peers") for peer in config.peers}
+
+    def dial_standing(self) -> None:
+        """Connect to the configured peers, off any request's path."""
+        for host, port in sorted(self._standing):
+            self.dial(host, port)
+
+    def up_keys(self) -> set[str]:
+        return {key for key, peer in self.by_key.items() if peer.stage is Stage.UP}
+
     def busy(self) -> bool:
-        """The fabric must be driven for this peer's sake."""
-        return self.stage is Stage.WARMING
+        """The fabric must be driven for a peer's sake."""
+        return any(peer.stage is Stage.WARMING for peer in self.by_key.values())
+
+    def dial(self, host: str, port: int) -> Peer:
+        key = self._channel.dial(host, port)
+        peer = self.by_key.get(key)
+        if peer is None:
+            now = self._clock()
+            peer = self.by_key[key] = Peer(key, Stage.DIALING, address=(host, port), heard_at=now, said_at=now)
+        if peer.stage is Stage.DIALING:
+            peer.heard_at, peer.redial_at = self._clock(), None
+        return peer
+
+    def send(self, key: str, message: Message) -> None:
+        if self._channel.send(key, codec.encode(message)):
+            peer = self.by_key.get(key)
+            if peer is not None:
+                peer.said_at = self._clock()
+        else:
+            self._lose(key, "peer_gone", "the connection was lost", False)
+
+    def greet(self, key: str) -> None:
+        peer = self.by_key.get(key)
+        if peer is None:
+            return  # hung up meanwhile
+        peer.stage = Stage.GREETING
+        me = self._identity
+        hello = Hello(
+            life=self.life,
+            engine_id=me.engine_id,
+            rank=me.rank,
+            tp_size=me.tp_size,
+            layout=self._layout,
+            agent=self._metadata,
+            scratch=self._scratch,
+            silence_s=self._config.lease_s,
+        )
+        peer.heard_at = self._clock()
+        self.send(key, hello)
+
+    def hello(self, key: str, hello: Hello) -> None:
+        me = self._identity
+        self._lose(key, "peer_gone", "it greets anew", True)
+        for other in [p for p in self.by_key.values() if p.address is None and p.greeting]:
+            greeting = other.greeting
+            if greeting and (greeting.engine_id, greeting.rank) == (hello.engine_id, hello.rank):
+                self._lose(other.key, "peer_gone", "the engine was restarted", False)
+        try:
+            if me.role == "consumer":
+                raise CompatError(f"{me.engine_id} is a kv_consumer and sends no KV", hint="dial a prefill engine")
+            check_compatible(self._layout, hello.layout)
+            fan_in(hello.rank, hello.tp_size, me.tp_size, self._layout.total_heads)
+            agent = self._fabric.add_peer(hello.agent)
+        except KVFerryError as error:
+            reason = f"prefill engine {me.engine_id} refuses decode engine {hello.engine_id}: {error}"
+            log.error("%s", reason)
+            self._channel.send(key, codec.encode(Refuse(code=error.code, reason=reason)))
+            return
+        now = self._clock()
+        peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
+        self.by_key[key] = peer
+        welcome = Welcome(
+            life=self.life,
+            engine_id=me.engine_id,
+            rank=me.rank,
+            tp_size=me.tp_size,
+            layout=self._layout,
+            agent=self._metadata,
+            scratch=self._scratch,
+            silence_s=self._config.lease_s,
+        )
+        self.send(key, welcome)
+        self._warm_up(peer, "WRITE")
+
+    def welcome(self, peer: Peer, welcome: Welcome) -> None:
+        peer.greeting = welcome
+        try:
+            check_compatible(self._layout, welcome.layout)
+            peer.agent = self._fabric.add_peer(welcome.agent)
+        except KVFerryError as error:
+            reason = f"decode engine {self._identity.engine_id} refuses {peer.name}: {error}"
+            return self.refuse(peer, error.code, reason)
+        peer.stage = Stage.WARMING
+        return self._warm_up(peer, "READ")
+
+    def refuse(self, peer: Peer, code: str, reason: str) -> None:
+        if code == CUT_OFF or peer.address is None:
+            return self._lose(peer.key, "peer_gone", reason, False)
+        log.error("%s", reason)
+        self._lose(peer.key, code, reason, True)
+        self.by_key[peer.key] = Peer(peer.key, Stage.REFUSED, refusal=(code, reason), address=peer.address)
+        return self._refused()
+
+    def _warm_up(self, peer: Peer, op: Op) -> None:
+        """Make the fabric connect now: its first access can take seconds on a fresh pair."""
+        assert peer.greeting is not None
+        mine, theirs, size = (
+            np.array([x], dtype=np.uint64) for x in (self._scratch, peer.greeting.scratch, SCRATCH_BYTES)
+        )
+        try:
+            peer.warm_handle = self._fabric.post(op, peer.agent, mine, theirs, size, peer.layout.device)
+        except FabricError as error:
+            self._lose(peer.key, error.code, str(error), False)
+
+    def check_warm(self, peer: Peer) -> None:
+        if peer.warm_handle is not None:
+            try:
+                done = self._fabric.check(peer.warm_handle)
+            except FabricError as error:
+                return self._lose(peer.key, error.code, f"the first access to {peer.name} failed: {error}", False)
+            if not done:
+                return None
+            self._fabric.release(peer.warm_handle)
+            peer.warm_handle = None
+            peer.warmed = True
+            self.send(peer.key, Warm())
+        if peer.warmed and peer.told_warm and peer.stage is Stage.WARMING:
+            peer.stage = Stage.UP
+            log.info("%s rank %d: connected to %s", self._identity.engine_id, self._identity.rank, peer.name)
+            self._up(peer.key)
+        return None
+
+    def cut(self, peer: Peer, reason: str) -> str:
+        """Forget its agent; nothing more can be posted to it. What to tell people."""
+        del self.by_key[peer.key]
+        if peer.warm_handle is not None:
+            self._fabric.release(peer.warm_handle)
+        if peer.agent:
+            self._fabric.remove_peer(peer.agent)
+        if peer.stage is not Stage.DIALING:
+            log.warning("%s rank %d: lost %s: %s", self._identity.engine_id, self._identity.rank, peer.name, reason)
+        return f"{peer.name}: {reason}"
+
+    def hang_up(self, peer: Peer, text: str, wanted: bool) -> None:
+        """Close its connection, and dial it again later if it is a standing or a wanted one."""
+        if peer.address is None:
+            self._channel.send(peer.key, codec.encode(Refuse(code=CUT_OFF, reason=text)))
+        self._channel.hang_up(peer.key)
+        if peer.address is not None and (wanted or peer.address in self._standing):
+            now = self._clock()
+            again = Peer(peer.key, Stage.DIALING, address=peer.address, heard_at=now, said_at=now)
+            again.redial_at = now + _REDIAL_S
+            self.by_key[peer.key] = again
+
+    def stranger(self, key: str) -> None:
+        """Somebody speaks whom we don't know (any more): he must greet first."""
+        reason = f"{self._identity.engine_id} waits for a greeting"
+        self._channel.send(key, codec.encode(Refuse(code=CUT_OFF, reason=reason)))
+
+    def drive(self) -> None:
+        """See whether first accesses have gone through."""
+        for peer in [peer for peer in self.by_key.values() if peer.stage is Stage.WARMING]:
+            self.check_warm(peer)
+
+    def waits(self, now: float) -> list[float]:
+        """Seconds until something is due, for each peer that has something."""
+        live = [self._beat_due(peer) - now for peer in self.by_key.values() if peer.stage is Stage.UP]
+        return live + [peer.redial_at - now for peer in self.by_key.values() if peer.redial_at is not None]
+
+    def tick(self, now: float, wanted: Callable[[Peer], bool]) -> None:
+        """Heartbeats, silence, redials. `wanted`: whether a request waits for this peer."""
+        for peer in list(self.by_key.values()):
+            if peer.redial_at is not None and peer.redial_at <= now and peer.address is not None:
+                self.dial(*peer.address)
+            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING) and peer.address not in self._standing
+            limit = self._config.connect_timeout_s
+            if unanswered and now - peer.heard_at > limit and not wanted(peer):
+                self._lose(peer.key, "peer_unreachable", f"no answer within {limit:g} s", False)
+            if peer.stage not in (Stage.UP, Stage.WARMING):
+                continue
+            if now - peer.heard_at > self._config.lease_s:
+                self._lose(peer.key, "peer_gone", f"silent for {self._config.lease_s:g} s", False)
+            elif self._beat_due(peer) <= now:
+                self.send(peer.key, Beat())
+
+    def _beat_due(self, peer: Peer) -> float:
+        assert peer.greeting is not None
+        return peer.said_at + min(peer.greeting.silence_s, self._config.lease_s) / 3

@@ -45,6 +45,8 @@ class TransferThread:
         """Everything that ended since the last call. Raises `KVFerryError` if the transfer thread died."""
         if self._death is not None:
             raise KVFerryError(f"the transfer thread died: {self._death!r}") from self._death
+        if not self._results:
+            return []
         self._arrived.clear()
         out = []
         while self._results:

@@ -1,0 +1,117 @@
+"""Copies in flight: planned, posted and polled. Owned by the transfer core's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import FabricError
+from kvferry.protocol import messages as wire
+from kvferry.protocol.layout import fan_in
+from kvferry.protocol.plan import plan
+from kvferry.story import Story
+from kvferry.transfer.fabric import Fabric, Handle, Op
+from kvferry.transfer.peers import Identity, Peer
+
+
+@dataclass
+class Post:
+    """The copies of one registration. `posted_at`: the core's monotonic seconds."""
+
+    op: Op
+    peer: str
+    register: wire.Register
+    handle: Handle | None  # None: could not be posted
+    nbytes: int
+    descriptors: int
+    posted_at: float
+
+
+class Posts:
+    """`limit_s`: a post that takes longer counts as broken."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        layout: wire.Layout,
+        fabric: Fabric,
+        story: Story,
+        clock: Callable[[], float],
+        limit_s: float,
+    ) -> None:
+        self._identity, self._layout, self._fabric = identity, layout, fabric
+        self._story, self._clock, self._limit_s = story, clock, limit_s
+        self._open: list[Post] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...]) -> bool:
+        """Plan and post; False if there is nothing to copy. `source_block_ids`: logical block 0 first.
+
+        Raises `PlanError` (nothing was posted) or `FabricError` (some of it may be under way: cut the peer).
+        """
+        started = self._clock()
+        assert peer.greeting is not None
+        me, writing = self._identity, op == "WRITE"
+        src, dst = (self._layout, peer.layout) if writing else (peer.layout, self._layout)
+        p_rank, d_rank = (me.rank, peer.greeting.rank) if writing else (peer.greeting.rank, me.rank)
+        p_tp, d_tp = (me.tp_size, peer.greeting.tp_size) if writing else (peer.greeting.tp_size, me.tp_size)
+        shares = fan_in(d_rank, d_tp, p_tp, self._layout.total_heads)
+        share = next((share for share in shares if share.p_rank == p_rank), None)
+        if share is None:
+            return False
+        source = source_block_ids[register.start_token // src.block_size :]
+        made = plan(src, dst, share, source, register.block_ids, register.start_token, register.end_token)
+        if not made.descriptors:
+            return False
+        planned = self._clock()
+        post = Post(op, peer.key, register, None, made.total_bytes, made.descriptors, planned)
+        self._open.append(post)
+        local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
+        post.handle = self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device)
+        post.posted_at = self._clock()
+        self._story.note(
+            register.transfer_id,
+            "posted",
+            op=op,
+            descriptors=made.descriptors,
+            nbytes=made.total_bytes,
+            plan_ms=round((planned - started) * 1e3, 3),
+            post_ms=round((post.posted_at - planned) * 1e3, 3),
+        )
+        return True
+
+    def poll(self) -> Iterator[tuple[Post, str, str]]:
+        """(post, code, reason) of each that ended: code '' if well. The caller cuts the peer of one that did not: some
+        of its copies may be under way still, and the connection is broken for all."""
+        for post in list(self._open):
+            if post not in self._open:
+                continue  # went with its peer
+            try:
+                done = post.handle is not None and self._fabric.check(post.handle)
+            except FabricError as error:
+                yield post, f"{post.op.lower()}_failed", str(error)
+                continue
+            if done:
+                self._fabric.release(post.handle)
+                self._open.remove(post)
+                wire_ms = round((self._clock() - post.posted_at) * 1e3, 3)
+                event = "written" if post.op == "WRITE" else "read"
+                self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=wire_ms)
+                yield post, "", ""
+            elif self._clock() - post.posted_at > self._limit_s:
+                yield post, "transfer_timeout", f"a {post.op} took more than {self._limit_s:g} s"
+
+    def drop(self, peer: str) -> list[Post]:
+        """Forget everything posted to this peer; what was forgotten."""
+        lost = [post for post in self._open if post.peer == peer]
+        self._open = [post for post in self._open if post.peer != peer]
+        for post in lost:
+            if post.handle is not None:
+                self._fabric.release(post.handle)
+        return lost
+
+    def close(self) -> None:
+        for key in {post.peer for post in self._open}:
+            self.drop(key)
