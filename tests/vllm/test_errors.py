@@ -127,13 +127,13 @@ async def test_side_channel_accepts_and_stays_mute(legs: Legs) -> None:
 
 
 @pytest.mark.parametrize("missing", ["transfer_id", "remote_host", "remote_port"])
-async def test_without_coordinates(missing: str, legs: Legs, pair: Deployment) -> None:
-    """C68: the engine's log names the field; the client gets an error, the process lives."""
+async def test_without_coordinates(missing: str, legs: Legs) -> None:
+    """C68: 400 naming the field; the same process answers the next request."""
     params = landing_params(new_transfer_id(), "push", legs.prefill)
     del params[missing]
     reply = await legs.ask(legs.decode, PROMPT, 4, params)
-    assert reply.status == 500
-    assert f"kv_transfer_params.{missing} is missing" in legs.decode.log.read_text()
+    assert reply.status == 400
+    assert f"kv_transfer_params.{missing} is missing" in reply.body["error"]["message"]
 
 
 async def test_prefill_never_comes(legs: Legs) -> None:

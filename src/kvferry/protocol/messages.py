@@ -51,30 +51,26 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     fingerprint: dict[str, str]
 
 
-class Hello(Message, frozen=True):
+class Greeting(Message, frozen=True):
+    """Who speaks, how its KV lies, and what reaches its fabric. `scratch`: address of memory that the other side may
+    read and write to make the fabric connect. `silence_s`: how long it may hear nothing before it cuts the line."""
+
+    life: LifeId
+    engine_id: EngineId
+    rank: int
+    tp_size: int
+    layout: Layout
+    agent: bytes
+    scratch: int
+    silence_s: float
+
+
+class Hello(Greeting, frozen=True):
     """D -> P, first on a connection."""
 
-    life: LifeId
-    engine_id: EngineId
-    rank: int
-    tp_size: int
-    layout: Layout
-    agent: bytes
-    scratch: int
-    silence_s: float
 
-
-class Welcome(Message, frozen=True):
+class Welcome(Greeting, frozen=True):
     """P -> D, answer to `Hello`: P has added D's agent."""
-
-    life: LifeId
-    engine_id: EngineId
-    rank: int
-    tp_size: int
-    layout: Layout
-    agent: bytes
-    scratch: int
-    silence_s: float
 
 
 class Warm(Message, frozen=True):

@@ -139,13 +139,9 @@ class Peers:
         else:
             self._lose(key, "peer_gone", "the connection was lost", False)
 
-    def greet(self, key: str) -> None:
-        peer = self.by_key.get(key)
-        if peer is None:
-            return  # hung up meanwhile
-        peer.stage = Stage.GREETING
+    def _introduce(self, kind: type[Hello] | type[Welcome]) -> Hello | Welcome:
         me = self._identity
-        hello = Hello(
+        return kind(
             life=self.life,
             engine_id=me.engine_id,
             rank=me.rank,
@@ -155,8 +151,14 @@ class Peers:
             scratch=self._scratch,
             silence_s=self._config.lease_s,
         )
+
+    def greet(self, key: str) -> None:
+        peer = self.by_key.get(key)
+        if peer is None:
+            return  # hung up meanwhile
+        peer.stage = Stage.GREETING
         peer.heard_at = self._clock()
-        self.send(key, hello)
+        self.send(key, self._introduce(Hello))
 
     def hello(self, key: str, hello: Hello) -> None:
         me = self._identity
@@ -179,17 +181,7 @@ class Peers:
         now = self._clock()
         peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
         self.by_key[key] = peer
-        welcome = Welcome(
-            life=self.life,
-            engine_id=me.engine_id,
-            rank=me.rank,
-            tp_size=me.tp_size,
-            layout=self._layout,
-            agent=self._metadata,
-            scratch=self._scratch,
-            silence_s=self._config.lease_s,
-        )
-        self.send(key, welcome)
+        self.send(key, self._introduce(Welcome))
         self._warm_up(peer, "WRITE")
 
     def welcome(self, peer: Peer, welcome: Welcome) -> None:
