@@ -19,6 +19,7 @@ KVFerryError
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -86,3 +87,10 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return ConfigError(f"{what}: unknown name {name!r}", hint=hint)
+
+
+def side_channel_taken(host: str, port: int, error: OSError) -> ConfigError:
+    """The error for a side channel that can't be listened on."""
+    why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
+    hint = "set side_channel_port in kv_connector_extra_config to a free port, or stop what listens there"
+    return ConfigError(f"side channel {host}:{port} {why}", hint=hint)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 from kvferry.config import ConnectorConfig, connector_config, parse_address
 from kvferry.connector.params import LandingParams, SourceParams, parse
+from kvferry.connector.plugin import preflight
 from kvferry.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
@@ -90,3 +93,24 @@ def test_params() -> None:
     for bad in ({"remote_port": "x"}, {"mode": "teleport"}, {"transfer_id": 7}, {"remote_tp_size": "two"}):
         with pytest.raises(ConfigError):
             parse({**full, **bad})
+
+
+def test_preflight_reads_vllms_command_line() -> None:
+    """C66, C80: settings are judged before a model is loaded; what is not ours is left to vLLM."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        def argv(**extra: object) -> list[str]:
+            ours = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": extra}
+            return ["api_server.py", "--port", "1", "--kv-transfer-config", json.dumps(ours)]
+
+        with pytest.raises(ConfigError, match=f"side channel 127.0.0.1:{port} is taken .set side_channel_port"):
+            preflight(argv(side_channel_port=port))
+        with pytest.raises(ConfigError, match="did you mean 'lease_s'"):
+            preflight([f"--kv-transfer-config={argv(leese_s=1)[-1]}"])
+    preflight(argv(side_channel_port=port))
+    for other in ([], ["--kv-transfer-config"], ["--kv-transfer-config", "{"], ["--kv-transfer-config", "[1]"]):
+        preflight(other)
+    preflight(["--kv-transfer-config", '{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"x": 1}}'])

@@ -124,7 +124,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
-        self._scheduler.update(connector_output)
+        if connector_output.finished_sending or connector_output.finished_recving:
+            self._scheduler.update(connector_output)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -1,6 +1,22 @@
-"""vLLM general plugin: makes the connector known by name, so that MultiConnector can compose it. Idempotent."""
+"""vLLM general plugin, loaded in each of its processes; idempotent.
+
+It makes the connector known by name, so that MultiConnector can compose it, and it checks the connector's settings in
+the first process, before a model is loaded: the connector itself is made minutes later on a large one.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.config import ConnectorConfig, connector_config
+from kvferry.errors import ConfigError, side_channel_taken
+
+_CHECKED = "KVFERRY_SETTINGS_CHECKED"  # inherited: later processes would find the port taken by our own first rank
 
 
 def register() -> None:
@@ -8,3 +24,40 @@ def register() -> None:
 
     if "KVFerryConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.connector.connector", "KVFerryConnector")
+    if _CHECKED not in os.environ:
+        os.environ[_CHECKED] = "1"
+        try:
+            preflight(sys.argv)
+        except ConfigError as error:
+            sys.exit(f"kvferry: error: {error}")
+
+
+def preflight(argv: Sequence[str]) -> None:
+    """Raises `ConfigError` for settings in vLLM's command line that the connector would refuse later."""
+    transfer = _transfer_config(argv)
+    if transfer.get("kv_connector") == "KVFerryConnector":
+        _check_port(connector_config(transfer.get("kv_connector_extra_config") or {}))
+
+
+def _transfer_config(argv: Sequence[str]) -> dict[str, Any]:
+    """The value of `--kv-transfer-config`, {} if there is none that we understand; judging it is vLLM's part."""
+    text = ""
+    for index, arg in enumerate(argv):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == "--kv-transfer-config":
+            text = value if equals else next(iter(argv[index + 1 :]), "")
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _check_port(config: ConnectorConfig) -> None:
+    host, port = config.side_channel_host, config.side_channel_port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise side_channel_taken(host, port, error) from None

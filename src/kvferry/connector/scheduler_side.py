@@ -179,8 +179,6 @@ class SchedulerSide:
     @timed
     def update(self, output: Any) -> None:
         """`output.finished_*`: ids that every worker has reported. The scheduler reads them after us."""
-        if not output.finished_recving and not output.finished_sending:
-            return
         for request_id in output.finished_recving or ():
             landing = self._landings.get(request_id)
             if landing is not None:

@@ -98,13 +98,14 @@ class WorkerSide:
             self._results += new
             waiting -= {result.request for result in new}
 
-    @timed
     def bind(self, step: StepMetadata) -> None:
         """Before the forward: what needs no KV of this step leaves now."""
         self._step, self._handed = step, not step.readies
-        transfers = self._transfers
-        if transfers is None or not step.news:
-            return
+        if step.news and self._transfers is not None:
+            self._hand_on(self._transfers, step)
+
+    @timed
+    def _hand_on(self, transfers: Transfers, step: StepMetadata) -> None:
         for expect in step.expects:
             transfers.submit(expect)
         for land in step.lands:
@@ -154,19 +155,15 @@ class WorkerSide:
         if step.idle and not self._results:
             self._transfers.wait(self._idle_wait_s)
             self._idle_wait_s = min(2 * self._idle_wait_s, self._longest_idle_s)
-        out = self._take()
-        if not step.idle or step.news or out is not _NO_RESULTS:
+        nothing = not self._results and not self._transfers.pending()
+        if not step.idle or step.news or not nothing:
             self._idle_wait_s = _FIRST_IDLE_WAIT_S
-        return out
+        return _NO_RESULTS if nothing else self._take()
 
     @timed
     def _take(self) -> tuple[set[str], set[str], set[str]]:
         assert self._transfers is not None
-        results = self._transfers.results()
-        if self._results:
-            results, self._results = self._results + results, []
-        if not results:
-            return _NO_RESULTS
+        results, self._results = self._results + self._transfers.results(), []
         sent: set[str] = set()
         received: set[str] = set()
         failed: set[str] = set()

@@ -20,7 +20,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.errors import ConfigError
+from kvferry.errors import side_channel_taken
 from kvferry.transfer.inquiry import endpoint
 
 ChannelKey = str
@@ -91,9 +91,7 @@ class ZmqChannel:
                 port = self._router.bind_to_random_port(endpoint(host, 0).rsplit(":", 1)[0])
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error}"
-            hint = "set side_channel_port in kv_connector_extra_config to a free port, or stop what listens there"
-            raise ConfigError(f"side channel {host}:{port} {why}", hint=hint) from None
+            raise side_channel_taken(host, port, OSError(error.errno, str(error))) from None
         self.host, self.port = host, port
         self._router_monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

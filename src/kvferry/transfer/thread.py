@@ -41,12 +41,14 @@ class TransferThread:
     def submit(self, command: cmd.Command) -> None:
         self._core.submit(command)
 
+    def pending(self) -> bool:
+        """Whether `results` has something to say."""
+        return bool(self._results) or self._death is not None
+
     def results(self) -> list[cmd.Result]:
         """Everything that ended since the last call. Raises `KVFerryError` if the transfer thread died."""
         if self._death is not None:
             raise KVFerryError(f"the transfer thread died: {self._death!r}") from self._death
-        if not self._results:
-            return []
         self._arrived.clear()
         out = []
         while self._results:
@@ -103,6 +105,10 @@ class InlineTransfers:
 
     def submit(self, command: cmd.Command) -> None:
         self._core.submit(command)
+
+    def pending(self) -> bool:
+        """Always: only `results` makes progress."""
+        return True
 
     def results(self) -> list[cmd.Result]:
         self._core.step(0.0)

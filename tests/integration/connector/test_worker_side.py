@@ -32,6 +32,9 @@ class Transfers:
         if isinstance(command, Abort):
             self.ready.append(Sent(command.request, command.transfer_id, False, "aborted", command.reason))
 
+    def pending(self) -> bool:
+        return bool(self.ready)
+
     def results(self) -> list[Any]:
         out, self.ready = self.ready, []
         return out
