@@ -321,6 +321,22 @@ def test_peer_lost_in_each_phase(house, mode, phase, how):
     house.settled()
 
 
+def test_one_p_under_two_names(house, mode):
+    """`peers` and the router may spell P's address differently: two connections, each good, none evicts the other."""
+    p, d = pair(house, mode)
+    house.network.listening["p.example", PP] = p.core._channel
+    randomise(p)
+    for turn, (tid, host) in enumerate([("a", "p.example"), ("b", "127.0.0.1"), ("c", "p.example")]):
+        d.core.submit(cmd.Land(tid, f"d-{tid}", mode, host, PP, "P", 1, 0, 10, (7, 5, 9)))
+        expect(p, tid, mode=mode)
+        ready(p, tid)
+        house.wait(1.0)
+        assert [r.ok for r in d.results] == [True] * (turn + 1) and same(p, d, (1, 2, 3), (7, 5, 9))
+    names = {peer.greeting.dialled for peer in p.core._peers.by_key.values()}
+    assert names == {f"p.example:{PP}", f"127.0.0.1:{PP}"}
+    del house.network.listening["p.example", PP]
+
+
 def test_restarted_p_under_the_same_address_works_again(house, mode):
     p, d = pair(house, mode)
     first_life = p.core._peers.life

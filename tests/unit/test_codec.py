@@ -25,7 +25,7 @@ GREETING = dict(
     life=2**62, engine_id="e", rank=1, tp_size=2, layout=LAYOUT, agent=b"\0\xff", scratch=2**47, silence_s=30.0
 )
 EXAMPLES: list[wire.Message] = [
-    wire.Hello(**GREETING),
+    wire.Hello(dialled="p.example:5600", **GREETING),
     wire.Welcome(**GREETING),
     wire.Warm(),
     wire.Refuse(code="c", reason="r"),

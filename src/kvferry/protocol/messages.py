@@ -66,7 +66,10 @@ class Greeting(Message, frozen=True):
 
 
 class Hello(Greeting, frozen=True):
-    """D -> P, first on a connection."""
+    """D -> P, first on a connection. `dialled`: P's address as D spells it; a second spelling is a second connection,
+    the same one again means that the connection before it is dead, whether or not P has noticed."""
+
+    dialled: str
 
 
 class Welcome(Greeting, frozen=True):

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from kvferry.errors import CompatError, FabricError, KVFerryError
 from kvferry.ids import EngineId, new_life_id
 from kvferry.protocol import codec
 from kvferry.protocol.layout import check_compatible, fan_in
-from kvferry.protocol.messages import Beat, Hello, Layout, Message, Refuse, Warm, Welcome
+from kvferry.protocol.messages import Beat, Greeting, Hello, Layout, Message, Refuse, Warm, Welcome
 from kvferry.transfer.channel import Channel
 from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
 
@@ -75,9 +76,20 @@ class Peer:
     @property
     def name(self) -> str:
         """For messages to people."""
-        where = f" at {self.address[0]}:{self.address[1]}" if self.address else ""
         who = f"{self.greeting.engine_id} rank {self.greeting.rank}" if self.greeting else "engine"
-        return who + where
+        return f"{who} at {self.dialled}" if self.dialled else who
+
+    @property
+    def dialled(self) -> str:
+        """The address that we dialled, '' if the peer dialled us."""
+        return f"{self.address[0]}:{self.address[1]}" if self.address else ""
+
+
+def replaces(hello: Hello, other: Greeting | None) -> bool:
+    """Whether a rank that says `hello` can't be on the other connection any more."""
+    if not isinstance(other, Hello) or (other.engine_id, other.rank) != (hello.engine_id, hello.rank):
+        return False
+    return other.life != hello.life or other.dialled == hello.dialled
 
 
 class Peers:
@@ -139,18 +151,19 @@ class Peers:
         else:
             self._lose(key, "peer_gone", "the connection was lost", False)
 
-    def _introduce(self, kind: type[Hello] | type[Welcome]) -> Hello | Welcome:
+    def _introduction(self) -> dict[str, Any]:
+        """The fields of a `Greeting`."""
         me = self._identity
-        return kind(
-            life=self.life,
-            engine_id=me.engine_id,
-            rank=me.rank,
-            tp_size=me.tp_size,
-            layout=self._layout,
-            agent=self._metadata,
-            scratch=self._scratch,
-            silence_s=self._config.lease_s,
-        )
+        return {
+            "life": self.life,
+            "engine_id": me.engine_id,
+            "rank": me.rank,
+            "tp_size": me.tp_size,
+            "layout": self._layout,
+            "agent": self._metadata,
+            "scratch": self._scratch,
+            "silence_s": self._config.lease_s,
+        }
 
     def greet(self, key: str) -> None:
         peer = self.by_key.get(key)
@@ -158,15 +171,13 @@ class Peers:
             return  # hung up meanwhile
         peer.stage = Stage.GREETING
         peer.heard_at = self._clock()
-        self.send(key, self._introduce(Hello))
+        self.send(key, Hello(dialled=peer.dialled, **self._introduction()))
 
     def hello(self, key: str, hello: Hello) -> None:
         me = self._identity
         self._lose(key, "peer_gone", "it greets anew", True)
-        for other in [p for p in self.by_key.values() if p.address is None and p.greeting]:
-            greeting = other.greeting
-            if greeting and (greeting.engine_id, greeting.rank) == (hello.engine_id, hello.rank):
-                self._lose(other.key, "peer_gone", "the engine was restarted", False)
+        for other in [other for other in self.by_key.values() if replaces(hello, other.greeting)]:
+            self._lose(other.key, "peer_gone", "it came back on another connection", False)
         try:
             if me.role == "consumer":
                 raise CompatError(f"{me.engine_id} is a kv_consumer and sends no KV", hint="dial a prefill engine")
@@ -181,7 +192,7 @@ class Peers:
         now = self._clock()
         peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
         self.by_key[key] = peer
-        self.send(key, self._introduce(Welcome))
+        self.send(key, Welcome(**self._introduction()))
         self._warm_up(peer, "WRITE")
 
     def welcome(self, peer: Peer, welcome: Welcome) -> None:
@@ -237,7 +248,7 @@ class Peers:
         del self.by_key[peer.key]
         if peer.warm_handle is not None:
             self._fabric.release(peer.warm_handle)
-        if peer.agent:
+        if peer.agent and all(other.agent != peer.agent for other in self.by_key.values()):
             self._fabric.remove_peer(peer.agent)
         if peer.stage is not Stage.DIALING:
             log.warning("%s rank %d: lost %s: %s", self._identity.engine_id, self._identity.rank, peer.name, reason)
