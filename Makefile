@@ -6,8 +6,8 @@ BIN := .venv/bin
 
 help:
 	@echo "make setup   install everything into .venv (3 to 6 minutes once, then seconds)"
-	@echo "make demo    serve a real model colocated, pulled and pushed; compare answers and time (about 6 minutes)"
-	@echo "make test    every test (up to 40 minutes on 2 cores)"
+	@echo "make demo    serve a real model colocated, pulled and pushed; compare answers and time (about 3 minutes)"
+	@echo "make test    every test (about 20 minutes on 2 cores)"
 	@echo "make check   format, lint, types, fast tests (about a minute)"
 
 setup:
@@ -15,11 +15,11 @@ setup:
 	@scripts/setup.sh
 
 demo: setup
-	@echo "make demo: SmolLM2-135M served colocated, pulled and pushed, one after the other; about 6 minutes on 2 cores"
+	@echo "make demo: SmolLM2-135M served colocated, pulled and pushed, one after the other; about 3 minutes on 2 cores"
 	@$(BIN)/kvferry demo
 
 test: setup
-	@echo "make test: every test, real engines included; up to 40 minutes on 2 cores"
+	@echo "make test: every test, real engines included; about 20 minutes on 2 cores"
 	@$(BIN)/python -m pytest
 
 check: setup

@@ -4,10 +4,7 @@ Each process appends lines of JSON to its own file `<side>-<pid>.jsonl` in one f
 one transfer id, sorted by wall-clock time. Only the thread that owns a `Story` writes to it, except that `note` may be
 called from any thread: one `write` of one line to an unbuffered append-only file is not torn.
 
-Events, in the order of the good path (side: event):
-  router: received, dispatched, prefill_done, first_token, last_token, failed
-  prefill: queued, computed, matched, posted, written, released, failed
-  decode: allocated, registered, granted, landed, failed
+docs/journey.md lists the events.
 """
 
 from __future__ import annotations

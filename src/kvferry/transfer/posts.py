@@ -16,7 +16,7 @@ from kvferry.transfer.peers import Identity, Peer
 
 @dataclass
 class Post:
-    """The copies of one registration. `posted_at`: the core's monotonic seconds."""
+    """The copies of one registration. `posted_at`: when the post began, in the core's monotonic seconds."""
 
     op: Op
     peer: str
@@ -70,7 +70,6 @@ class Posts:
         self._open.append(post)
         local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
         post.handle = self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device)
-        post.posted_at = self._clock()
         self._story.note(
             register.transfer_id,
             "posted",
@@ -78,7 +77,7 @@ class Posts:
             descriptors=made.descriptors,
             nbytes=made.total_bytes,
             plan_ms=round((planned - started) * 1e3, 3),
-            post_ms=round((post.posted_at - planned) * 1e3, 3),
+            post_ms=round((self._clock() - planned) * 1e3, 3),
         )
         return True
 
