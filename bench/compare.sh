@@ -1,5 +1,5 @@
 #!/bin/sh
-# The acceptance run: both of our modes, both of vLLM's, and one plain engine. Further arguments are passed on.
+# The full run: both of our modes, both of vLLM's, and one plain engine. Further arguments are passed on.
 set -eu
 cd "$(dirname "$0")/.."
 out="bench/results/$(date -u +%Y-%m-%dT%H%M)"

@@ -24,7 +24,7 @@ class Bound:
     bound: float
 
 
-# The project's acceptance, each for 500-token prompts, one at a time, both sides tuned, at least 10 per mode.
+# What the project holds itself to, each for 500-token prompts, one at a time, both sides tuned, at least 10 per mode.
 BOUNDS = (
     Bound("ttft_ms", "push", "upstream-push", 0.95),
     Bound("ttft_ms", "push", "upstream-pull", 0.7),
