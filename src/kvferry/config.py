@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -70,6 +72,22 @@ def _fields() -> list[str]:
     return [field.name for field in msgspec.structs.fields(ConnectorConfig)]
 
 
+def _wrong_value(extra: Mapping[str, Any], error: msgspec.ValidationError) -> ConfigError:
+    """msgspec's complaint in our words: the field, the value, what was expected."""
+    path = re.search(r"\$\.(\w+)", str(error))
+    types = {field.name: field.type for field in msgspec.structs.fields(ConnectorConfig)}
+    if path is None or path[1] not in types:
+        return ConfigError(f"kv_connector_extra_config: {error}", hint="see docs/configuration.md")
+    name, value = path[1], extra[path[1]]
+    kind = types[name]
+    if get_origin(kind) is Literal:
+        near = difflib.get_close_matches(str(value), get_args(kind), n=1)
+        hint = f"expected one of {', '.join(get_args(kind))}" + (f"; did you mean {near[0]!r}?" if near else "")
+    else:
+        hint = "expected a list of str" if get_origin(kind) is tuple else f"expected {kind.__name__}"
+    return ConfigError(f"{name}: {value!r}", hint=hint)
+
+
 def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ConnectorConfig:
     """Read and check `kv_connector_extra_config`. Raises `ConfigError` naming field, value and what was expected."""
     for key in extra:
@@ -78,7 +96,7 @@ def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.e
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}", hint="see docs/configuration.md") from None
+        raise _wrong_value(extra, error) from None
     host = config.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "") or "127.0.0.1"
     port = config.side_channel_port or int(environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")) or DEFAULT_SIDE_CHANNEL_PORT
     config = msgspec.structs.replace(config, side_channel_host=host.strip("[]"), side_channel_port=port)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +42,12 @@ def test_importing_the_cli_loads_no_heavy_module() -> None:
         (["up", "--decode", "0"], 1, "at least 1 is needed"),
         (["up", "--port", "70000"], 1, "port: 70000 is not a port"),
         (["up", "--vllm-arg=--port=1"], 1, "'--port=1' is set by kvferry itself"),
+        (["up", "--mode", "colocated", "--prefill", "2"], 1, "mode 'colocated' takes no prefill engines"),
+        (["router", "--mode", "pussh"], 1, "mode: unknown name 'pussh' (did you mean 'push'?)"),
+        (["router", "--connector", "kvfery"], 1, "did you mean 'kvferry'?"),
         (["story", "abc", "--state-dir", "/nonexistent"], 1, "no story of transfer 'abc'"),
+        (["story", "a,b", "--story-dir", "/nonexistent"], 1, "no story of transfer 'a', 'b' in /nonexistent"),
+        (["story", ",", "--state-dir", "/nonexistent"], 1, "stories are off unless `story_dir` is set"),
     ],
 )
 def test_errors_are_one_line_with_a_hint(
@@ -65,3 +73,40 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "example:" in shown
     assert f"kvferry {name}" in shown.split("example:")[1]
+
+
+def test_every_option_has_a_help_text() -> None:
+    for command in cli.COMMANDS.values():
+        add, _ = cli._resolve(command)
+        parser = cli.Parser()
+        add(parser)
+        assert [action.dest for action in parser._actions if action.option_strings and not action.help] == [], (
+            command.module
+        )
+
+
+def test_a_port_in_use_or_a_missing_model_leaves_the_last_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [tmp_path / "logs" / "decode-0.log", tmp_path / "story" / "decode-1.jsonl"]
+    for path in kept:
+        path.parent.mkdir()
+        path.write_text("old")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        calls = (
+            (["--port", port], f"port {port} is taken"),
+            (["--port", "0", "--model", "nosuch"], "a folder with config.json works too"),
+        )
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            for arguments, said in calls:
+                assert _exit_code("up", "--state-dir", str(tmp_path), *arguments) == 1
+                shown = capsys.readouterr().err
+                assert shown.startswith("kvferry: error: ") and said in shown and shown.count("\n") == 1
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    assert [path.read_text() for path in kept] == ["old", "old"]

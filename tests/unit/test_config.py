@@ -41,14 +41,17 @@ def test_unknown_key_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"mode": "pusch"}, "mode"),
+        ({"mode": "pussh"}, r"^mode: 'pussh' \(expected one of push, pull; did you mean 'push'\?\)$"),
+        ({"mode": 7}, r"^mode: 7 \(expected one of push, pull\)$"),
+        ({"side_channel_port": "x"}, r"^side_channel_port: 'x' \(expected int\)$"),
+        ({"peers": [5]}, r"^peers: \[5\] \(expected a list of str\)$"),
         ({"lease_s": 0}, "lease_s: 0"),
         ({"idle_wait_ms": 5000}, "idle_wait_ms: 5000"),
         ({"side_channel_port": 70000}, "side_channel_port: 70000"),
         ({"background": False}, "only pull can post in the engine loop"),
         ({"peers": ["nowhere"]}, "peers: 'nowhere'"),
         ({"peers": ["::1:5600"]}, r"\[::1\]:5600"),
-        ({"lease_s": "long"}, "lease_s"),
+        ({"lease_s": "long"}, r"^lease_s: 'long' \(expected float\)$"),
     ],
 )
 def test_wrong_values_are_named(extra: dict[str, object], said: str) -> None:

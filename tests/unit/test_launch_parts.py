@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import cli
 from kvferry.errors import ConfigError
 from kvferry.launch import model as models
 from kvferry.launch.demo import Answer, differences, side_by_side
 from kvferry.launch.ports import Ports
+from kvferry.launch.process import ManagedProcess
 from kvferry.launch.state import ProcessState, State, StateDir
-from kvferry.launch.timeline import LABELS, bars, story_lines
+from kvferry.launch.timeline import LABELS, PULL_LABELS, bars, story_lines
 from kvferry.story import Story, read_story
 
 
@@ -150,6 +152,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 PUSH = (
     ("router", "received", 0.0),
     ("router", "dispatched", 0.001),
+    ("decode", "allocated", 0.005),
     ("prefill", "queued", 0.010),
     ("decode", "registered", 0.020),
     ("prefill", "computed", 0.110),
@@ -173,12 +176,15 @@ def _story(folder: Path, events: tuple[tuple[str, str, float], ...]) -> None:
 def test_bars_share_one_axis_and_show_what_ran_side_by_side(tmp_path: Path) -> None:
     _story(tmp_path, PUSH)
     lines = bars(read_story(tmp_path, "t1"), width=150)
-    by_label = {line[2:13].strip(): line for line in lines}
+    by_label = {line[9:22].strip(): line for line in lines}
     assert list(by_label) == [
-        "queued", "registered", "prefill", "matched", "posted", "landed", "first token", "last token",
+        "dispatched", "allocated", "queued", "registered", "prefill", "matched", "posted", "landed",
+        "first token", "last token",
     ]  # fmt: skip
     assert by_label["prefill"].endswith("110.0 ms  took 100.0")
-    assert by_label["registered"].endswith("20.0 ms  took 19.0")
+    assert by_label["registered"].endswith("20.0 ms  took 15.0")
+    assert by_label["allocated"].startswith("  D ") and by_label["posted"].startswith("  P ")
+    assert by_label["first token"].startswith("  D ") and by_label["dispatched"].startswith("  router ")
     assert by_label["landed"].endswith("122.0 ms  took 10.0")
     drawn = by_label["prefill"].split("|")[1]
     assert (drawn.index("█"), drawn.count("█")) == (10, 100)
@@ -195,11 +201,49 @@ def test_bars_name_missing_events(tmp_path: Path) -> None:
     assert bars([]) == [f"  not in the story: {', '.join(LABELS)}"]
 
 
+def test_bars_of_a_pull_leave_no_gap_and_say_what_moved() -> None:
+    steps = "received dispatched queued computed prefill_done allocated registered matched granted posted landed"
+    sides = [*["router"] * 2, *["prefill"] * 2, "router", *["decode"] * 2, "prefill", *["decode"] * 3]
+    story: list[dict[str, object]] = [
+        {"t": number / 1e3, "side": side, "event": event}
+        for number, (event, side) in enumerate(zip(steps.split(), sides, strict=True))
+    ]
+    story[-2] |= {"nbytes": 4_200_000, "descriptors": 61}
+    lines = bars(story, PULL_LABELS[:-2])
+    assert len(lines) == len(story) - 1
+    assert all("took 1.0" in line for line in lines)
+    assert lines[-2].startswith("  D      posted ") and lines[-2].endswith(", moved 4.2 MB in 61 descriptors")
+
+
+def test_stories_of_several_transfers_from_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for host, side, t in (("a", "prefill", 2.0), ("b", "decode", 1.0)):
+        story = Story(tmp_path / host, side)
+        story.note("t1", f"on-{host}", t=t)
+        story.close()
+    folders = ["--story-dir", str(tmp_path / "a"), "--story-dir", str(tmp_path / "b")]
+    assert cli.main(["story", "t1", *folders]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["on-b", "on-a"]
+    assert cli.main(["story", "t1,t2", *folders]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("transfer t1\n")
+    assert "no story of transfer 't2' in" in shown.err
+
+
+def test_an_engines_usage_error_is_its_cause(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    process = ManagedProcess("x", [], {}, log, guard=None)  # type: ignore[arg-type]
+    usage = "usage: api_server.py [-h]\napi_server.py: error: argument --dtype: invalid choice: 'float99'\n"
+    log.write_text(f"INFO starting\n{usage}")
+    assert process.cause() == "api_server.py: error: argument --dtype: invalid choice: 'float99'"
+    log.write_text(f"{usage}ValueError: no such layer\n")
+    assert process.cause() == "ValueError: no such layer"
+
+
 def test_story_lines_are_in_order_with_distances(tmp_path: Path) -> None:
     _story(tmp_path, PUSH)
     lines = story_lines(read_story(tmp_path, "t1"))
     assert len(lines) == len(PUSH)
-    assert lines[4].split() == ["110.0", "ms", "+", "90.0", "prefill", "computed"]
+    assert lines[5].split() == ["110.0", "ms", "+", "90.0", "prefill", "computed"]
 
 
 def test_demo_report_parts() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.router.config import RouterConfig
 from kvferry.router.policy import Snapshot, eligible, known_models, round_robin
+from kvferry.router.pool import Pool, _defaulted
 from kvferry.router.spec import EngineSpec, parse_spec
 from kvferry.router.sse import Watcher
+from kvferry.router.upstream import Upstream
 
 # -- specs
 
@@ -133,3 +139,25 @@ def test_the_middle_of_an_event() -> None:
     watcher = Watcher()
     watcher.feed(b'data: 1\n\ndata: {"a')
     assert not watcher.between_events and not watcher.done
+
+
+# -- what the pool says of engines
+
+
+def test_a_defaulted_side_channel_is_named() -> None:
+    assert _defaulted(parse_spec("http://[::1]:8100")) == (
+        "asked its side channel at [::1]:5600, the default: side_channel=HOST:PORT sets it"
+    )
+    assert _defaulted(parse_spec("http://h:8100,side_channel=h:5601")) == ""
+
+
+def test_a_lost_engine_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def lose() -> None:
+        pool = Pool(RouterConfig(decode=(parse_spec("http://h:1"),), connector="none"), None, Upstream(1.0))
+        pool.suspect(pool.all()[0], "connection refused")
+
+    with caplog.at_level(logging.INFO, "kvferry.router"):
+        asyncio.run(lose())
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "decode engine http://h:1 not reachable; asked again every 0.25 s: connection refused")
+    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.errors import LaunchError, unknown_name
+from kvferry.errors import ConfigError, LaunchError, unknown_name
 from kvferry.launch import detach
 from kvferry.launch.cancel import Cancel, Stopped
 from kvferry.launch.deployment import Deployment
@@ -53,7 +53,7 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="vllm", help=f"one of: {', '.join(ENGINES)} (default: vllm)")
     parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a model (default: smollm2)")
     parser.add_argument("--mode", default="push", help=f"one of: {', '.join(MODES)} (default: push)")
-    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill engines (default: 1)")
+    parser.add_argument("--prefill", type=int, metavar="N", help="prefill engines (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode or colocated engines (default: 1)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="the router's port (default: 8000; 0: any)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
@@ -72,7 +72,7 @@ def up(args: argparse.Namespace) -> int:
     spec = DeploymentSpec(
         mode=args.mode,
         model=args.model,
-        prefill=args.prefill,
+        prefill=1 if args.prefill is None else args.prefill,
         decode=args.decode,
         port=args.port,
         dtype=args.dtype,
@@ -83,7 +83,12 @@ def up(args: argparse.Namespace) -> int:
         warm_up=not args.no_warm_up,
         state_dir=args.state_dir,
     )
-    spec.check()
+    mode = spec.check()
+    if args.prefill and not mode.split:
+        raise ConfigError(
+            f"prefill: {args.prefill} engines, mode {mode.name!r} takes no prefill engines",
+            hint="drop --prefill; --decode sets how many engines there are",
+        )
     if args.detach:
         return detach.launch(StateDir(args.state_dir), sys.argv[1:], say)
     cancel = Cancel()
@@ -104,7 +109,8 @@ def up(args: argparse.Namespace) -> int:
         raise
     finally:
         deployment.stop()
-        say("stopped")
+        if deployment.started or cancel.count:
+            say("stopped")
     return code
 
 

@@ -19,7 +19,7 @@ from kvferry.launch.commands import add_state_dir, say, show_tail
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ProcessDied
 from kvferry.launch.spec import MODES, DeploymentSpec, mode_named
-from kvferry.launch.timeline import LABELS, bars
+from kvferry.launch.timeline import LABELS, LEGEND, PULL_LABELS, bars
 from kvferry.launch.web import open_json
 from kvferry.story import read_story
 
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="float32 (default), in which the same tokens come out however the prompt was cut; bfloat16 may differ",
     )
-    parser.add_argument("--max-tokens", type=int, default=48, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=48, metavar="N", help="length of each answer (default: 48)")
     add_state_dir(parser)
 
 
@@ -117,8 +117,7 @@ def _serve_and_ask(args: argparse.Namespace, mode: str, cancel: Cancel) -> tuple
         answers = [interruptible(cancel, partial(ask_one, question)) for question in QUESTIONS]
         say(f"== {mode}: answered")
     story = read_story(deployment.state_dir.story, answers[-1].transfer_id)
-    labels = LABELS if mode_named(mode).connector == "kvferry" else ("first token", "last token")
-    return answers, bars(story, labels)
+    return answers, bars(story, PULL_LABELS if mode_named(mode).router_mode == "pull" else LABELS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,6 +155,14 @@ def _print_report(args: argparse.Namespace, answers: dict[str, list[Answer]], ti
             folder = args.state_dir / f"demo-{mode}"
             out += ["", f"Question {len(QUESTIONS)} with {mode}, transfer {transfer}", *lines]
             out += [f"  every event: kvferry story {transfer} --state-dir {folder}"]
+    if any(MODES[mode].connector == "kvferry" for mode in timelines):
+        out += ["", *LEGEND]
+    if any(MODES[mode].split for mode in timelines):
+        out += [
+            "",
+            "On two cores shared by all processes, the split modes' first token is not expected to beat one engine for "
+            "a single request.",
+        ]
     different = differences(answers)
     out += ["", *different]
     if len(answers) > 1:

@@ -74,6 +74,8 @@ class Deployment:
         self._cancel = cancel or Cancel()
         self._ports = Ports()
         self._guard: Guard | None = None
+        self.started = False
+        """Whether any process was started; stays so after `stop`."""
         self._is_ready = False
         self._scratch = Path()
 
@@ -98,13 +100,13 @@ class Deployment:
 
     def _start(self) -> None:
         self.state_dir.acquire()
-        self.state_dir.clear_run()
         router_port = 0
         if self.spec.router:
             router_port = self._ports.named(self.spec.port, "router") if self.spec.port else self._ports.free()
             self.router_url = f"http://{LOOPBACK}:{router_port}"
         model = models.prepare(self.spec.model, report=self._report, cancel=self._cancel)
         self._cancel.check()
+        self.state_dir.clear_run()  # not before: a port in use or a missing model leaves the last run's files alone
         self._guard = Guard()
         self._scratch = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self._guard.remove_later(str(self._scratch))
@@ -122,6 +124,7 @@ class Deployment:
             self.router = ManagedProcess(ROUTER, argv, env, self.state_dir.logs / "router.log", self._guard)
         for engine in self.engines:
             self._cancel.check()
+            self.started = True
             engine.process.start()
             self._write_state("starting")
         self.wait_ready([engine.name for engine in self.engines])

@@ -85,7 +85,9 @@ def prepare(
 def _checked_path(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if not path.exists() and os.sep not in name_or_path:
-        raise unknown_name("model", name_or_path, PACKAGED)
+        error = unknown_name("model", name_or_path, PACKAGED)
+        error.hint = f"a folder with config.json works too; {error.hint}"
+        raise error
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"model: {name_or_path} has no config.json",

@@ -18,6 +18,7 @@ from kvferry.launch.tree import MARKER, Tree, alive, note_shm, start_time
 # the child reads end-of-file and exits. Signal dispositions and the rest of the environment are left as they are.
 _WAIT_FOR_GO = 'read -r go || exit 125; exec "$@" </dev/null'
 _CAUSE = re.compile(r"(?:^|\s)((?:[\w.]*\.)?\w*(?:Error|Exception)(?:: .+|$))")
+_USAGE = re.compile(r"(?:^|\s)([\w./-]+: error: .+)")
 _OURS = re.compile(r"^kvferry: error: (.+)")
 
 
@@ -102,12 +103,17 @@ class ManagedProcess:
         return [line.rstrip()[:400] for line in text.splitlines() if line.strip()][-count:]
 
     def cause(self) -> str:
-        """The first line of the log that is our own error or names an exception: what came after is mostly its echo."""
+        """The first line of the log that is our own error or names an exception: what came after is mostly its echo.
+        Where there is none, argparse's last word.
+        """
+        usage = ""
         for line in self.lines(4000):
             found = _OURS.search(line) or _CAUSE.search(line)
             if found and "Traceback" not in line:
                 return found[1].strip()[:300]
-        return ""
+            wrong = _USAGE.search(line)
+            usage = wrong[1].strip()[:300] if wrong else usage
+        return usage
 
     def died(self, when: str) -> ProcessDied:
         """The error that says that it ended, and how."""

@@ -8,13 +8,15 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from typing import get_args
 
 import msgspec
 from aiohttp import web
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, unknown_name
 from kvferry.router.app import SERVICES, build_app
-from kvferry.router.config import RouterConfig
+from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.pool import Pool
 from kvferry.router.spec import parse_spec
 
@@ -25,28 +27,49 @@ DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
 
 
+def _one_of(what: str, names: tuple[str, ...]) -> Callable[[str], str]:
+    """For argparse: the error names the nearest one, as that of `kvferry up` does."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise unknown_name(what, name, names)
+        return name
+
+    return check
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
-    parser.add_argument("--host", default=default["host"])
-    parser.add_argument("--port", type=int, default=default["port"], help="0 takes a free one")
-    parser.add_argument("--prefill", action="extend", nargs="+", default=[], metavar="SPEC", help=SPEC)
-    parser.add_argument("--decode", action="extend", nargs="+", default=[], metavar="SPEC", help="the same")
+    parser.add_argument("--host", default=default["host"], help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=default["port"], help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--prefill", action="extend", nargs="+", default=[], metavar="SPEC", help=f"prefill engines: {SPEC}"
+    )
+    parser.add_argument(
+        "--decode", action="extend", nargs="+", default=[], metavar="SPEC", help="the same, for decode engines"
+    )
     parser.add_argument(
         "--connector",
-        choices=("kvferry", "upstream-pull", "upstream-push", "none"),
+        type=_one_of("connector", get_args(Connector)),
+        metavar=f"{{{','.join(get_args(Connector))}}}",
         default=default["connector"],
         help="what the engines run: KVFerryConnector, vLLM's NixlConnector or NixlPushConnector, or none",
     )
     parser.add_argument(
         "--mode",
-        choices=("push", "pull", "colocated"),
+        type=_one_of("mode", get_args(Mode)),
+        metavar=f"{{{','.join(get_args(Mode))}}}",
         default=default["mode"],
         help="of connector kvferry; colocated sends each request to one decode engine alone",
     )
     parser.add_argument("--story-dir", default="", metavar="DIR", help="append each request's events to a file there")
-    parser.add_argument("--request-timeout", type=float, default=0.0, metavar="S", help="0: no limit")
+    parser.add_argument(
+        "--request-timeout", type=float, default=0.0, metavar="S", help="for a whole request; 0: no limit (default)"
+    )
     parser.add_argument("--api-key", default="", metavar="K", help="sent to engines where the client sent no key")
-    parser.add_argument("--max-body-mib", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--max-body-mib", type=int, default=64, metavar="N", help="a larger request gets 413 (default: %(default)s)"
+    )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
 
 

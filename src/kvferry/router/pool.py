@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from kvferry.errors import CompatError, KVFerryError, PeerUnreachable
 from kvferry.protocol.messages import Description
@@ -18,7 +19,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
 from kvferry.router.policy import Snapshot, known_models, round_robin
 from kvferry.router.replies import Refusal
-from kvferry.router.spec import EngineSpec
+from kvferry.router.spec import DEFAULT_SIDE_CHANNEL_PORT, EngineSpec
 from kvferry.router.upstream import Upstream
 from kvferry.transfer import inquiry
 
@@ -149,7 +150,7 @@ class Pool:
 
     def suspect(self, engine: Engine, reason: str) -> None:
         """A request found it gone: no new one until a probe says otherwise."""
-        self._set(engine, reason)
+        self._set(engine, reason, "not reachable")
         self.refresh(engine)
 
     def refresh(self, engine: Engine) -> None:
@@ -157,25 +158,31 @@ class Pool:
         engine.described_at = -float("inf")
         engine.kick.set()
 
-    def _set(self, engine: Engine, reason: str) -> None:
-        """`reason` "" is ready."""
+    def _set(self, engine: Engine, reason: str, what: str) -> None:
+        """`reason` "" is ready; `what` sums it up for the log."""
         if engine.ready != (not reason) or engine.reason != reason:
-            log.info("%s engine %s: %s", engine.role, engine.url, reason or "ready")
+            if reason:
+                again = f"{what}; asked again every {self._unready_interval_s:g} s"
+                log.warning("%s engine %s %s: %s", engine.role, engine.url, again, reason)
+            else:
+                log.info("%s engine %s: %s", engine.role, engine.url, what)
         engine.ready, engine.reason = not reason, reason
         self._changed.set()
+
+    @property
+    def _unready_interval_s(self) -> float:
+        return min(self._config.probe_interval_s, UNREADY_INTERVAL_S)
 
     async def _watch(self, engine: Engine) -> None:
         while True:
             engine.kick.clear()
             try:
                 await self._probe(engine)
-                self._set(engine, "")
+                self._set(engine, "", "ready")
             except KVFerryError as error:
                 engine.described_at = -float("inf")
-                self._set(engine, str(error))
-            interval = self._config.probe_interval_s
-            if not engine.ready:
-                interval = min(interval, UNREADY_INTERVAL_S)
+                self._set(engine, str(error), "not usable" if isinstance(error, CompatError) else "not reachable")
+            interval = self._config.probe_interval_s if engine.ready else self._unready_interval_s
             try:
                 async with asyncio.timeout(interval):
                     await engine.kick.wait()
@@ -189,7 +196,11 @@ class Pool:
         if now - engine.described_at < self._config.describe_interval_s:
             return
         if self._dialect is not None and self._dialect.side_channel:
-            engine.description = await self._describe(engine)
+            try:
+                engine.description = await self._describe(engine)
+            except KVFerryError as error:
+                error.hint = "; ".join(filter(None, (_defaulted(engine.spec), error.hint)))
+                raise
         engine.models = await self._models(engine)
         engine.described_at = now
 
@@ -221,6 +232,14 @@ class Pool:
             return {entry["id"]: entry for entry in json.loads(body)["data"]}
         except (ValueError, KeyError, TypeError):
             raise PeerUnreachable(f"{engine.url}/v1/models answered no list of models") from None
+
+
+def _defaulted(spec: EngineSpec) -> str:
+    """That the side channel asked is the default one, for an error; "" where another was named."""
+    if (spec.side_host, spec.side_port) != (urlsplit(spec.url).hostname, DEFAULT_SIDE_CHANNEL_PORT):
+        return ""
+    address = inquiry.endpoint(spec.side_host, spec.side_port).removeprefix("tcp://")
+    return f"asked its side channel at {address}, the default: side_channel=HOST:PORT sets it"
 
 
 def _expect(engine: Engine, route: str, status: int) -> None:
