@@ -35,7 +35,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Prefill side channels, 'host:port', that a decode engine connects to at start, off the first request's path."""
 
     lease_s: float = 30.0
-    """Prefill keeps a finished request's blocks this long for a decode engine to come; also the silence after which
+    """Prefill keeps a finished request's blocks this long for a decode engine to come (`prefill_timeout_s` while one
+    says that its request queues for blocks); also the silence after which
     either side takes the other for dead. vLLM's NIXL lease is 30 s too."""
 
     registration_timeout_s: float = 30.0

@@ -10,7 +10,7 @@ from collections import deque
 
 import pytest
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, PeerUnreachable
 from kvferry.transfer.channel import Down, Got, Up, ZmqChannel
 from kvferry.transfer.memory import MemoryNetwork
 
@@ -250,3 +250,14 @@ def test_message_of_many_frames_is_dropped(channel):
             got += [event.data for event in channel.poll(0.05) if isinstance(event, Got)]
             assert time.monotonic() < until
         assert got == [b"c"]
+
+
+@pytest.mark.parametrize("host", ["a b c", "*"])
+def test_what_can_be_no_address_is_an_error_and_leaves_nothing(host):
+    channel = ZmqChannel("127.0.0.1", 0)
+    try:
+        with pytest.raises(PeerUnreachable, match="is no address"):
+            channel.dial(host, 5600)
+        assert channel._dialled == {} and list(channel.poll(0.0)) == []
+    finally:
+        channel.close()

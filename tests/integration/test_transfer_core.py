@@ -28,6 +28,7 @@ class Rank:
     memory: np.ndarray  # (planes, blocks, heads, block tokens, token bytes)
     scratch: np.ndarray
     results: list[cmd.Result] = field(default_factory=list)
+    failing: list[cmd.Failing] = field(default_factory=list)
     frozen: bool = False
 
     def block(self, block: int, head: int = 0) -> np.ndarray:
@@ -68,6 +69,7 @@ class House:
             fingerprint={"model": fingerprint},
         )
         results: list[cmd.Result] = []
+        failing: list[cmd.Failing] = []
         core = TransferCore(
             Identity(name, rank, tp, role),
             connector_config({"side_channel_port": port, **config}, {}),
@@ -76,10 +78,10 @@ class House:
             layout,
             scratch.ctypes.data,
             Story(None, role),
-            results.append,
+            lambda result: (failing if isinstance(result, cmd.Failing) else results).append(result),
             clock=lambda: self.now,
         )
-        made = Rank(core, memory, scratch, results)
+        made = Rank(core, memory, scratch, results, failing)
         self.ranks.append(made)
         return made
 
@@ -273,19 +275,49 @@ def test_c43_frozen_peer_in_the_middle_of_a_copy(house, mode, who):
     house.wait(2.9)
     assert other.results == []
     house.wait(1.1)
-    if (who, mode) != ("D", "pull"):  # P is read from: it learns of a frozen D by its silence only
+    if (who, mode) == ("P", "push"):  # the client hears of it, but the blocks stay: a stopped P may go on writing
+        assert [r.code for r in d.failing] == ["transfer_timeout"] and "more than 3 s" in d.failing[0].reason
+        house.wait(20.0)
+        assert d.results == []
+    elif (who, mode) != ("D", "pull"):  # P is read from: it learns of a frozen D by its silence only
         assert len(other.results) == 1 and not other.results[0].ok
-        if not (who == "P" and mode == "pull"):
+        if who == "D":
             assert "transfer" in other.results[0].code or "took more than 3 s" in other.results[0].reason
-    before = d.memory.copy()
     copy.held = False
     house.freeze(frozen, False)
-    house.wait(2.0)
-    if who == "P":
-        assert (d.memory == before).all(), "bytes landed in blocks that D had given back"
-    house.wait(35.0)
+    house.wait(40.0)
     assert len(p.results) == len(d.results) == 1
+    assert d.results[0].ok == ((who, mode) == ("D", "pull")), "only D's own late READs are of use"
     house.settled()
+
+
+def test_c43_blocks_of_a_stopped_writer_go_back_only_when_it_has_spoken(house):
+    """Its WRITE lands after it wakes up; by then the request has failed, and D must still hold the blocks."""
+    p, d = pair(house, lease_s=3.0)
+    randomise(p)
+    house.world.hold = True
+    expect(p)
+    ready(p)
+    land(d)
+    house.run()
+    (copy,) = house.world.copies
+    house.freeze(p)
+    house.wait(30.0)
+    assert [(r.request, r.code) for r in d.failing] == [("d-t", "peer_gone")] and d.results == []
+    land(d, "u")
+    house.run()
+    assert [(r.request, r.code) for r in d.results] == [("d-u", "peer_gone")], "a new request fails at once"
+    copy.held = False
+    house.freeze(p, False)
+    house.world.hold = False
+    house.wait(2.0)
+    assert [(r.request, r.ok) for r in d.results[1:]] == [("d-t", False)] and house.world.copies == []
+    house.settled()
+    land(d, "v")
+    expect(p, "v")
+    ready(p, "v")
+    house.run()
+    assert d.results[-1] == cmd.Received("d-v", "v", True, "", ""), "and the pair works on"
 
 
 @pytest.mark.parametrize("phase", ["before landing", "landing waits", "copying", "source waits"])
@@ -445,9 +477,11 @@ def test_silent_p_is_taken_for_dead_after_the_lease(house):
     house.wait(2.9)
     assert d.results == []
     house.wait(2.1)
-    assert [r.code for r in d.results] == ["peer_gone"] and "silent for 3 s" in d.results[0].reason
+    assert [r.code for r in d.failing] == ["peer_gone"] and "silent for 3 s" in d.failing[0].reason
+    assert d.results == []
     house.freeze(p, False)
     house.wait(40.0)
+    assert [r.code for r in d.results] == ["peer_gone"]
     house.settled()
 
 
@@ -459,6 +493,29 @@ def test_c53_beats_keep_both_alive_while_a_request_queues(house):
     ready(p)
     house.run()
     assert p.results[0].ok and d.results[0].ok
+
+
+def test_c53_p_waits_for_a_request_that_queues_at_d(house, mode):
+    """Far longer than the lease, as long as D lives; a D that dies ends the patience."""
+    p, d = pair(house, mode, lease_s=2.0)
+    d.core.submit(cmd.Wait("t", "127.0.0.1", PP))
+    expect(p, mode=mode)
+    ready(p)
+    d.core.submit(cmd.Wait("t", "127.0.0.1", PP))
+    house.wait(20.0)
+    assert p.results == []
+    land(d, mode=mode)
+    house.run()
+    assert p.results[0].ok and d.results[0].ok
+    expect(p, "u", mode=mode)
+    ready(p, "u")
+    house.run()
+    d.core.submit(cmd.Wait("u", "127.0.0.1", PP))
+    house.wait(5.0)
+    house.kill(d)
+    house.wait(2.6)
+    assert [(r.ok, r.code) for r in p.results[1:]] == [(False, "lease_lapsed")]
+    house.settled()
 
 
 def test_c39_nobody_comes(house, mode):

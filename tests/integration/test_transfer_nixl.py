@@ -113,6 +113,8 @@ def test_killed_p_is_told_within_two_seconds_and_may_come_back(start):
     killed = time.monotonic()
     (result,) = pair.d.ask("results", 1, 5.0)
     assert time.monotonic() - killed < 2.0
+    assert isinstance(result, cmd.Failing) and result.code == "peer_gone"
+    (result,) = pair.d.ask("results", 1, 5.0)
     assert not result.ok and result.code == "peer_gone"
     pair.nothing_held(pair.d)
     pair.p.process.join()

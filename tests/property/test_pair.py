@@ -86,6 +86,7 @@ class Pair(RuleBasedStateMachine):
         self.released: Counter = Counter()
         self.opened: dict[str, tuple[int, landing.Destination]] = {}
         self.outcomes: dict[str, landing.Outcome] = {}
+        self.doomed: set[str] = set()
         self.plans = []
         for i in range(TRANSFERS):
             ps = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
@@ -135,12 +136,10 @@ class Pair(RuleBasedStateMachine):
                 link = self.link(d, one.peer)
                 assert link is not None
                 self.reads.append(Copying(link.p, d, link.key, one.register, one.source_block_ids))
-            elif isinstance(one, landing.CutPeer):
-                link = self.link(d, one.peer)
-                if link is not None:
-                    link.to_d.clear()
-                    self.cut_link(link)
-                    self.gone_at_d(link)
+            elif isinstance(one, landing.Doomed):
+                request = one.destination.request
+                assert one.code and request not in self.outcomes and request not in self.doomed
+                self.doomed.add(request)
             elif isinstance(one, landing.Outcome):
                 self.take_outcome(d, one)
 
@@ -148,6 +147,7 @@ class Pair(RuleBasedStateMachine):
         where = outcome.destination
         assert where.request not in self.outcomes, "second outcome"
         self.outcomes[where.request] = outcome
+        assert not (outcome.ok and where.request in self.doomed), "called lost, then good"
         for copy in self.writes + self.reads:
             mine = copy.d == d and copy.register.block_ids == where.block_ids
             assert not (mine and copy.register.transfer_id == where.transfer_id), "outcome under a copy"

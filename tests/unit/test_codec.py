@@ -31,6 +31,7 @@ EXAMPLES: list[wire.Message] = [
     wire.Refuse(code="c", reason="r"),
     wire.Beat(),
     wire.Register(reg_id=1, transfer_id="t", mode="push", start_token=0, end_token=7, block_ids=(3, 1), legs=1),
+    wire.Waiting(transfer_id="t"),
     wire.Cancel(reg_id=1, reason="r"),
     wire.Fetched(reg_id=1, ok=True),
     wire.Begin(reg_id=1),

@@ -93,7 +93,15 @@ def test_params() -> None:
     for missing in ("transfer_id", "remote_host", "remote_port"):
         with pytest.raises(ConfigError, match=f"kv_transfer_params.{missing} is missing"):
             parse({key: value for key, value in full.items() if key != missing})
-    for bad in ({"remote_port": "x"}, {"mode": "teleport"}, {"transfer_id": 7}, {"remote_tp_size": "two"}):
+    for bad in (
+        {"remote_port": "x"},
+        {"remote_port": -5},
+        {"remote_port": 70_000},
+        {"remote_tp_size": -1},
+        {"mode": "teleport"},
+        {"transfer_id": 7},
+        {"remote_tp_size": "two"},
+    ):
         with pytest.raises(ConfigError):
             parse({**full, **bad})
 

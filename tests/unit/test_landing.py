@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.landing import CutPeer, Destination, Landings, Outcome, StartRead
+from kvferry.protocol.landing import Destination, Doomed, Landings, Outcome, StartRead
 from kvferry.protocol.messages import Cancel, Fetched, Register
 from kvferry.protocol.rendezvous import Note, Send
 from kvferry.protocol.table import UnexpectedEvent
@@ -90,7 +90,7 @@ def test_first_failing_leg_cancels_its_siblings(d):
     d.begun(b, 0.0)
     d.landed(c, 0.0)
     out = acts(d.failed(a, "write_failed", "broken", 1.0))
-    assert out == [Send("p1", cancel(b, "broken"))] and d.open_count() == 1
+    assert out[0] == Send("p1", cancel(b, "broken")) and isinstance(out[1], Doomed) and d.open_count() == 1
     (outcome,) = acts(d.landed(b, 1.5))
     assert (outcome.ok, outcome.code, outcome.reason) == (False, "write_failed", "broken") and gone(d)
 
@@ -111,7 +111,8 @@ def test_c43_lost_peer_may_have_bytes_on_the_way(d, phase):
         d.begun(r, 0.5)
     if phase == "cancelling":
         d.cancel("r", "client left", 0.6)
-    assert acts(d.peer_gone("p0", "peer_gone", "lost", 1.0)) == []
+    told = acts(d.peer_gone("p0", "peer_gone", "lost", 1.0))
+    assert [type(one) for one in told] == ([] if phase == "cancelling" else [Doomed])
     assert d.incoming() == 1 and d.next_due() == 1.75
     assert d.begun(r, 1.1) == [] and d.landed(r, 1.1) == [] and acts(d.tick(1.7)) == []
     (outcome,) = acts(d.tick(1.75))
@@ -129,16 +130,33 @@ def test_peer_lost_before_it_knew_of_us_or_after_our_reads_ends_at_once(d):
 
 def test_time_limits(d):
     (r,) = opened(d)
-    out = acts(d.tick(20.0))  # prefill_s: P may begin any moment, so it is asked first
-    assert isinstance(out[0].message, Cancel) and "20 s" in out[0].message.reason
-    (cut,) = acts(d.tick(25.0))  # fence_s
-    assert isinstance(cut, CutPeer) and cut.peer == "p0" and d.open_count() == 1
-    d.peer_gone("p0", "transfer_timeout", cut.reason, 25.0)
-    assert acts(d.tick(25.75))[0].code == "transfer_timeout" and gone(d)
+    cancel, doomed = acts(d.tick(20.0))  # prefill_s: P may begin any moment, so it is asked first
+    assert isinstance(cancel.message, Cancel) and "20 s" in cancel.message.reason
+    assert isinstance(doomed, Doomed) and doomed.code == "transfer_timeout"
+    assert acts(d.tick(1000.0)) == [] and d.open_count() == 1, "no time frees blocks that P may write to"
+    assert acts(d.failed(r, "cancelled", "done", 1000.0))[0].code == "transfer_timeout" and gone(d)
     (r,) = opened(d)
     d.begun(r, 0.0)
-    (cut,) = acts(d.tick(3.0))  # C43: begun and not ended: cut off without asking
-    assert isinstance(cut, CutPeer) and "3 s" in cut.reason
+    cancel, doomed = acts(d.tick(3.0))  # C43
+    assert isinstance(cancel.message, Cancel) and isinstance(doomed, Doomed) and "3 s" in doomed.reason
+    assert not acts(d.landed(r, 4.0))[0].ok and gone(d), "too late is too late"
+
+
+def test_silence_fails_the_request_and_keeps_the_blocks(d):
+    (r,) = opened(d)
+    d.begun(r, 0.0)
+    cancel, doomed = acts(d.silent("p0", "silent for 30 s", 1.0))
+    assert isinstance(cancel.message, Cancel) and (doomed.code, doomed.reason) == ("peer_gone", "silent for 30 s")
+    assert acts(d.silent("p0", "again", 2.0)) == [] and d.open_count() == 1
+    d.peer_gone("p0", "peer_gone", "lost", 3.0)
+    assert acts(d.tick(3.75))[0].code == "peer_gone" and gone(d)
+
+
+def test_an_unconfirmed_read_ends(d):
+    (r,) = opened(d, "pull")
+    d.granted(r, (1,), 0.0)
+    d.read_done(r, 0.1)
+    assert acts(d.tick(5.1))[0].code == "transfer_timeout" and gone(d)
 
 
 def test_second_landing_of_an_open_request_is_ignored(d):
@@ -166,6 +184,6 @@ def test_legs_that_lapse_together_end_once(d):
 def test_a_sibling_cancelled_by_a_lapse_gets_its_time_to_answer(d):
     a, b = opened(d, peers=(("p0", 1), ("p1", 1)))
     out = acts(d.tick(20.0))
-    assert [type(one) for one in out] == [Send, Send] and d.next_due() == 25.0
+    assert [type(one) for one in out] == [Send, Send, Doomed] and d.next_due() is None
     d.failed(a, "cancelled", "x", 21.0)
     assert not acts(d.failed(b, "cancelled", "x", 21.0))[0].ok and gone(d)

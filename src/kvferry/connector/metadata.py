@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready
+from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready, Wait
 
 
 @dataclass
@@ -21,12 +21,13 @@ class Reject:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """In the order in which the worker hands them on. `lands`, `drops`, `rejects`: decode; the others: prefill.
+    """In the order in which they are handed on. `waits`, `lands`, `drops`, `rejects`: decode; the others: prefill.
 
     `idle`: the step has no model work and a transfer is open, so the worker may sleep on the transfer thread's signal.
     """
 
     expects: list[Expect] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     lands: list[Land] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ class SourceParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_decode: Literal[True]
     transfer_id: TransferId
     mode: Mode | None = None
-    fan_out: int = 1
+    fan_out: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
 
 class LandingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,9 +27,9 @@ class LandingParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_prefill: Literal[True]
     transfer_id: TransferId
     remote_host: str
-    remote_port: int
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_engine_id: str = ""
-    remote_tp_size: int = 0
+    remote_tp_size: Annotated[int, msgspec.Meta(ge=0)] = 0
     mode: Mode | None = None
 
 

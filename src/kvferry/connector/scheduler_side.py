@@ -17,7 +17,7 @@ from kvferry.connector.params import LandingParams, SourceParams, parse
 from kvferry.errors import ConfigError
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.story import Story
-from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready
+from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready, Wait
 
 log = logging.getLogger("kvferry.connector")
 
@@ -54,6 +54,8 @@ class SchedulerSide:
         self._sources: dict[str, _Source] = {}
         self._transfer_ids: set[TransferId] = set()
         self._landings: dict[str, _Landing] = {}
+        self._kept: set[str] = set()  # ended on D while somebody may still write to their blocks
+        self._arrived: list[str] = []  # landings that came since the last step
         self._next = StepMetadata()
 
     # -- a request comes in -----------------------------------------------------------------------------------------
@@ -73,6 +75,7 @@ class SchedulerSide:
                 self._landings[request.request_id] = _Landing(None, reason)
             else:
                 self._landings[request.request_id] = _Landing(params)
+                self._arrived.append(request.request_id)
         elif isinstance(params, SourceParams):
             if self.role == "kv_consumer":
                 log.error("%s: request %s: a kv_consumer sends no KV", self.engine_id, request.request_id)
@@ -142,6 +145,8 @@ class SchedulerSide:
     @timed
     def build(self, output: Any) -> StepMetadata:
         """Called once per step, after scheduling; `request.num_computed_tokens` doesn't include this step yet."""
+        if self._arrived:
+            self._announce_queued()
         scheduled_any = bool(output.total_num_scheduled_tokens)
         if not self._next.news and not (self._sources and (scheduled_any or output.preempted_req_ids)):
             # Most steps: a request waits, or tokens are made of what has landed. Keep it cheap.
@@ -171,14 +176,27 @@ class SchedulerSide:
         step.idle = not scheduled_any and self._anything_open()
         return step
 
+    def _announce_queued(self) -> None:
+        """P must not give up on requests that got no blocks in their first step here."""
+        for request_id in self._arrived:
+            landing = self._landings.get(request_id)
+            if landing is not None and landing.params is not None and not landing.allocated:
+                params = landing.params
+                self._next.news = True
+                self._next.waits.append(Wait(params.transfer_id, params.remote_host.strip("[]"), params.remote_port))
+        self._arrived.clear()
+
     def _anything_open(self) -> bool:
-        return any(not landing.received for landing in self._landings.values() if landing.allocated) or any(
-            source.finished and not source.released for source in self._sources.values()
+        return (
+            bool(self._kept)
+            or any(not landing.received for landing in self._landings.values() if landing.allocated)
+            or any(source.finished and not source.released for source in self._sources.values())
         )
 
     @timed
     def update(self, output: Any) -> None:
         """`output.finished_*`: ids that every worker has reported. The scheduler reads them after us."""
+        self._kept.difference_update(output.finished_recving or ())
         for request_id in output.finished_recving or ():
             landing = self._landings.get(request_id)
             if landing is not None:
@@ -210,6 +228,7 @@ class SchedulerSide:
                 elif not landing.received:
                     self._next.news = True
                     self._next.drops.append(Drop(request_id))
+                    self._kept.add(request_id)
                 self._note_hooks(landing.params.transfer_id)
             return False, None
         source = self._sources.get(request_id)

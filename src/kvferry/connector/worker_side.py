@@ -16,7 +16,7 @@ from kvferry.connector.blocks import Caches, expand
 from kvferry.connector.hooks import take_ms, timed
 from kvferry.connector.metadata import StepMetadata
 from kvferry.story import Story
-from kvferry.transfer.commands import Received, Result, Sent
+from kvferry.transfer.commands import Failing, Received, Result, Sent
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.peers import SCRATCH_BYTES, Identity
 from kvferry.transfer.thread import InlineTransfers, Transfers, TransferThread
@@ -108,6 +108,8 @@ class WorkerSide:
     def _hand_on(self, transfers: Transfers, step: StepMetadata) -> None:
         for expect in step.expects:
             transfers.submit(expect)
+        for wait in step.waits:
+            transfers.submit(wait)
         for land in step.lands:
             if land.end_token > land.start_token:
                 self._reportable.add(land.request)
@@ -171,7 +173,11 @@ class WorkerSide:
             if isinstance(result, Sent):
                 if result.request:
                     sent.add(result.request)
-            elif result.request in self._reportable:
+            elif result.request not in self._reportable:
+                continue
+            elif isinstance(result, Failing):
+                failed.add(result.request)  # the client hears of it now; the blocks stay until it is received
+            else:
                 self._reportable.discard(result.request)
                 received.add(result.request)
                 if not result.ok:

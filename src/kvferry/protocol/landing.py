@@ -137,14 +137,6 @@ class StartRead:
 
 
 @dataclass(frozen=True)
-class CutPeer:
-    """P did not end the transfer, or acknowledge its end, in time: cut it off, then say `peer_gone`."""
-
-    peer: PeerKey
-    reason: str
-
-
-@dataclass(frozen=True)
 class Destination:
     """What one request needs on this D rank, and from whom."""
 
@@ -158,6 +150,15 @@ class Destination:
 
 
 @dataclass(frozen=True)
+class Doomed:
+    """The KV will not come, but P may still write: the request can fail now, its blocks stay until `Outcome`."""
+
+    destination: Destination
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The landing is over. Exactly one per landing."""
 
@@ -167,7 +168,7 @@ class Outcome:
     reason: str
 
 
-Instruction = Send | StartRead | CutPeer | Outcome | Note
+Instruction = Send | StartRead | Doomed | Outcome | Note
 
 
 @dataclass
@@ -183,6 +184,7 @@ class _Landing:
     legs: dict[RegistrationId, _Leg] = field(default_factory=dict)
     code: str = ""
     reason: str = ""
+    doomed: bool = False  # `Doomed` was said
 
     def over(self) -> bool:
         return all(leg.state in _OVER for leg in self.legs.values())
@@ -192,8 +194,8 @@ class Landings:
     """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until P begins; `transfer_s`: from P's begin
-    until landed, after which the peer is cut off; `fence_s`: for P to acknowledge a cancel, likewise; `settle_s`: for
-    what a lost peer had on the way.
+    until landed; `fence_s`: for P to confirm a READ; `settle_s`: for what a lost peer had on the way. There is no limit
+    for P to acknowledge a cancel: until it does, or its connection goes, it may write.
     """
 
     def __init__(
@@ -248,6 +250,15 @@ class Landings:
     def peer_gone(self, peer: PeerKey, code: str, reason: str, now: float) -> list[Instruction]:
         return self._to_peer_legs(peer, PeerGone(), now, code=code, reason=reason)
 
+    def silent(self, peer: PeerKey, reason: str, now: float) -> list[Instruction]:
+        """Nothing was heard for too long, but the connection stands: P may be stopped in the middle of a WRITE, and go
+        on with it. Its requests fail now; their blocks stay until P speaks or its connection goes."""
+        out: list[Instruction] = []
+        for landing in list(self._landings.values()):
+            if any(leg.peer == peer and leg.state not in _OVER for leg in landing.legs.values()):
+                out += self._stop(landing, "peer_gone", reason, now)
+        return out
+
     def begun(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
         return self._to_leg(reg_id, Begun(), now)
 
@@ -280,11 +291,9 @@ class Landings:
                 continue  # ended, or given a new limit, with a sibling just now
             landing = self._landings[self._by_reg[reg_id]]
             leg = landing.legs[reg_id]
-            if leg.state in (Leg.CANCELLING, Leg.CONFIRMING):
-                reason = f"no acknowledgement within {self.fence_s:g} s"
-                out.append(CutPeer(leg.peer, reason))
-            elif leg.state is Leg.LANDING:
-                out.append(CutPeer(leg.peer, f"the transfer took more than {self.transfer_s:g} s"))
+            if leg.state is Leg.CONFIRMING:  # nobody writes, and what was read is of no use unconfirmed
+                reason = f"no confirmation within {self.fence_s:g} s"
+                out += self._apply(landing, leg, PeerGone(), now, code="transfer_timeout", reason=reason)
             elif leg.state is Leg.SETTLING:
                 out += self._apply(landing, leg, Settled(), now)
             elif leg.state is Leg.DIALING:
@@ -300,8 +309,8 @@ class Landings:
     # -- views ------------------------------------------------------------------------------------------------------
 
     def is_open(self, transfer_id: TransferId) -> bool:
-        """Whether KV of this transfer is awaited here (an empty registration awaits none)."""
-        destinations = (landing.destination for landing in self._landings.values())
+        """Whether KV of this transfer is awaited here (an empty registration awaits none, a failed one no more)."""
+        destinations = (landing.destination for landing in self._landings.values() if not landing.code)
         return any(one.transfer_id == transfer_id and one.start_token < one.end_token for one in destinations)
 
     def open_count(self) -> int:
@@ -350,6 +359,9 @@ class Landings:
         for leg in list(landing.legs.values()):
             if leg.state not in _OVER:
                 out += self._apply(landing, leg, Stop(), now)
+        if not landing.over() and not landing.doomed and landing.code != "cancelled":
+            landing.doomed = True
+            out.append(Doomed(landing.destination, landing.code, landing.reason))
         return out
 
     def _apply(
@@ -395,7 +407,6 @@ class Landings:
             Leg.LANDING: self.transfer_s,
             Leg.READING: self.transfer_s,
             Leg.CONFIRMING: self.fence_s,
-            Leg.CANCELLING: self.fence_s,
             Leg.SETTLING: self.settle_s,
         }.get(state)
         if limit is None:

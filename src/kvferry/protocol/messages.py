@@ -7,13 +7,17 @@ Times on the wire are durations in seconds, never points in time.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvferry.ids import EngineId, LifeId, RegistrationId, TransferId
 
 Mode = Literal["push", "pull"]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Device = Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda:\d+)$")]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -27,10 +31,10 @@ class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     is `block_size*token_bytes` contiguous bytes. All in bytes.
     """
 
-    base: int
-    block_stride: int
-    head_stride: int
-    token_bytes: int
+    base: Natural
+    block_stride: Natural
+    head_stride: Natural
+    token_bytes: Natural
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,12 +46,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     planes: tuple[Plane, ...]
-    num_blocks: int
-    block_size: int
-    heads: int
-    total_heads: int
+    num_blocks: Positive
+    block_size: Positive
+    heads: Positive
+    total_heads: Positive
     divisible: bool
-    device: str
+    device: Device
     fingerprint: dict[str, str]
 
 
@@ -57,12 +61,12 @@ class Greeting(Message, frozen=True):
 
     life: LifeId
     engine_id: EngineId
-    rank: int
-    tp_size: int
+    rank: Natural
+    tp_size: Positive
     layout: Layout
     agent: bytes
-    scratch: int
-    silence_s: float
+    scratch: Natural
+    silence_s: Seconds
 
 
 class Hello(Greeting, frozen=True):
@@ -106,6 +110,12 @@ class Register(Message, frozen=True):
     end_token: int
     block_ids: tuple[int, ...]
     legs: int
+
+
+class Waiting(Message, frozen=True):
+    """D -> P: a request of mine queues for blocks and will register for this transfer: be patient."""
+
+    transfer_id: TransferId
 
 
 class Cancel(Message, frozen=True):
@@ -205,6 +215,7 @@ AnyMessage = (
     | Refuse
     | Beat
     | Register
+    | Waiting
     | Cancel
     | Fetched
     | Begin

@@ -171,6 +171,7 @@ class _Source:
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
     legs: dict[LegKey, _Leg] = field(default_factory=dict)
+    waiting: set[PeerKey] = field(default_factory=set)  # D ranks whose request queues
     past: set[LegKey] = field(default_factory=set)  # legs that have ended
     ended_ok: int = 0
     ended_bad: int = 0
@@ -193,12 +194,13 @@ class Ending:
 class Rendezvous:
     """All sources of one P rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
-    `lease_s`: how long a READY source waits for a registration. `unseen_s`: how long a registration waits for its
-    request to show up. `remember`: how many ended transfers are kept to refuse late comers by name.
+    `lease_s`: how long a READY source waits for a registration. `patience_s`: the same while a
+    living D rank says that its request queues. `unseen_s`: how long a registration waits for its request to show up.
+    `remember`: how many ended transfers are kept to refuse late comers by name.
     """
 
-    def __init__(self, *, lease_s: float, unseen_s: float, remember: int = 10_000) -> None:
-        self.lease_s = lease_s
+    def __init__(self, *, lease_s: float, unseen_s: float, patience_s: float = 300.0, remember: int = 10_000) -> None:
+        self.lease_s, self.patience_s = lease_s, patience_s
         self.unseen_s = unseen_s
         self._remember = remember
         self._sources: dict[TransferId, _Source] = {}
@@ -286,6 +288,14 @@ class Rendezvous:
             out += self._start(source, leg, now)
         return out + self._settle(source, now)
 
+    def waiting(self, peer: PeerKey, transfer_id: TransferId, now: float) -> list[Instruction]:
+        """D's request has no blocks yet. Nothing for transfers that have ended, or that nobody has heard of."""
+        source = self._sources.get(transfer_id)
+        if source is None or peer in source.waiting:
+            return []
+        source.waiting.add(peer)
+        return [Note(transfer_id, "waits"), *self._settle(source, now)]
+
     def cancel(self, peer: PeerKey, reg_id: RegistrationId, reason: str, now: float) -> list[Instruction]:
         return self._leg_event((peer, reg_id), Cancelled(), now, "cancelled", reason)
 
@@ -300,6 +310,9 @@ class Rendezvous:
             leg = source.legs[key]
             leg.peer_gone = True
             out += self._apply(source, leg, PeerGone(), now, "peer_gone", reason)
+            out += self._settle(source, now)
+        for source in [source for source in self._sources.values() if peer in source.waiting]:
+            source.waiting.discard(peer)
             out += self._settle(source, now)
         return out
 
@@ -329,7 +342,8 @@ class Rendezvous:
                 reason = f"no prefill request with this transfer id came within {self.unseen_s:g} s"
                 out += self.abort(transfer_id, "prefill_never_came", reason, now)
             elif not source.at_work():
-                reason = f"no decode engine came for it within the lease of {self.lease_s:g} s"
+                limit = self.patience_s if source.waiting else self.lease_s
+                reason = f"no decode engine came for it within the lease of {limit:g} s"
                 out += self.abort(transfer_id, "lease_lapsed", reason, now)
         return out
 
@@ -438,7 +452,8 @@ class Rendezvous:
             code, reason = ("", "") if ok else source.last_failure
         else:
             if not source.at_work():
-                self._deadlines.set(source.transfer_id, now + self.lease_s)
+                patience = self.patience_s if source.waiting else self.lease_s
+                self._deadlines.set(source.transfer_id, now + patience)
             return []
         self._forget(source, Ending(ok, code, reason))
         return [Release(source.transfer_id, ok, code, reason)]

@@ -27,6 +27,8 @@ NOT_FOR_PREFILL = (
     "stream_interval",
     "min_tokens",
     "best_of",
+    # sampling: the one token of P is not used, and a seeded generator costs (some engines fail on it mid-prompt)
+    "seed",
     # ends: P ends by its length, always
     "stop",
     "stop_token_ids",

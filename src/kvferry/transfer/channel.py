@@ -20,10 +20,12 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.errors import side_channel_taken
+from kvferry.errors import PeerUnreachable, side_channel_taken
 from kvferry.transfer.inquiry import endpoint
 
 ChannelKey = str
+_MAX_MESSAGE_BYTES = 64 << 20  # a registration of a million blocks takes 5 MiB
+_MOST_PER_POLL = 1000  # a flood of messages must not keep the owner from its deadlines
 _LOOK_AGAIN_S = 0.05  # ZMQ tells of a disconnect shortly before its own routing table knows
 
 
@@ -50,11 +52,18 @@ class Got:
 Event = Up | Down | Got
 
 
+def _keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """Let the kernel find out, in about a minute, that the other machine is gone; a stopped process still answers."""
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 30, 10, 3
+
+
 class Channel(Protocol):
     """What the transfer core needs of a side channel."""
 
     def dial(self, host: str, port: int) -> ChannelKey:
-        """Start connecting; the same address gives the same key. Never waits."""
+        """Start connecting; the same address gives the same key. Never waits. Raises `PeerUnreachable` for what can be
+        no address."""
 
     def send(self, key: ChannelKey, data: bytes) -> bool:
         """False if there is no such connection now."""
@@ -84,6 +93,8 @@ class ZmqChannel:
         self._router.ipv6 = ":" in host
         self._router.router_mandatory = True
         self._router.sndhwm = self._router.rcvhwm = 0
+        self._router.maxmsgsize = _MAX_MESSAGE_BYTES
+        _keep_alive(self._router)
         try:
             if port:
                 self._router.bind(endpoint(host, port))
@@ -112,13 +123,21 @@ class ZmqChannel:
         socket.linger = 0
         socket.ipv6 = ":" in host
         socket.sndhwm = socket.rcvhwm = 0
+        socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        _keep_alive(socket)
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 1000
         socket.identity = secrets.token_bytes(12)
         socket.immediate = True  # what could not be sent is dropped with its connection, not sent on the next one
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         monitor = socket.get_monitor_socket(events)
-        socket.connect(endpoint(host, port))
+        try:
+            socket.connect(endpoint(host, port))
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            raise PeerUnreachable(f"side channel {host}:{port} is no address: {error}") from None
         self._dialled[key], self._monitors[key] = socket, monitor
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
@@ -200,7 +219,7 @@ class ZmqChannel:
             os.close(fd)
 
     def _receive_incoming(self, out: list[Event]) -> None:
-        while True:
+        for _ in range(_MOST_PER_POLL):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:

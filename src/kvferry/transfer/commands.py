@@ -66,13 +66,22 @@ class Land:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """D: a request for this transfer queues for blocks; `Land` follows."""
+
+    transfer_id: TransferId
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Drop:
     """D: the request was aborted."""
 
     request: str
 
 
-Command = Expect | Ready | Abort | Land | Drop
+Command = Expect | Ready | Abort | Land | Wait | Drop
 
 
 @dataclass(frozen=True)
@@ -97,4 +106,14 @@ class Received:
     reason: str
 
 
-Result = Sent | Received
+@dataclass(frozen=True)
+class Failing:
+    """D: the KV will never come, so the request may fail; its blocks stay until `Received`."""
+
+    request: str
+    transfer_id: TransferId
+    code: str
+    reason: str
+
+
+Result = Sent | Failing | Received

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvferry import __version__
 from kvferry.config import ConnectorConfig
-from kvferry.errors import FabricError
+from kvferry.errors import FabricError, PeerUnreachable
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, landing, rendezvous
 from kvferry.protocol import messages as wire
@@ -70,7 +70,9 @@ class TransferCore:
         self._fabric, self._channel = fabric, channel
         self._layout = layout
         self._story, self._on_result, self._clock = story, on_result, clock
-        self._rendezvous = rendezvous.Rendezvous(lease_s=config.lease_s, unseen_s=config.registration_timeout_s)
+        self._rendezvous = rendezvous.Rendezvous(
+            lease_s=config.lease_s, unseen_s=config.registration_timeout_s, patience_s=config.prefill_timeout_s
+        )
         self._landings = landing.Landings(
             dial_s=config.connect_timeout_s,
             prefill_s=config.prefill_timeout_s,
@@ -90,6 +92,7 @@ class TransferCore:
             lose=self._gone,
             up=self._peer_up,
             refused=self._advance_all,
+            silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
         )
         self._openings: dict[str, _Opening] = {}
         self._waiting_moments: list[cmd.Ready] = []
@@ -177,8 +180,13 @@ class TransferCore:
                 self._story.note(command.transfer_id, "allocated", tokens=command.end_token - command.start_token)
                 due = now + self.config.connect_timeout_s
                 opening = self._openings[command.request] = _Opening(command, due)
-                self._peers.dial(command.host, command.port)
-                self._advance(opening)
+                try:
+                    self._peers.dial(command.host, command.port)
+                    self._advance(opening)
+                except PeerUnreachable as error:
+                    self._fail_opening(opening, error.code, str(error))
+            elif isinstance(command, cmd.Wait):
+                self._announce(command)
             else:
                 self._drop(command.request)
 
@@ -202,6 +210,17 @@ class TransferCore:
         now = self._clock()
         return self._run(self._rendezvous.ready(command.transfer_id, command.block_ids, command.num_tokens, now))
 
+    def _announce(self, wait: cmd.Wait) -> None:
+        """Tell the P ranks that we will register with. Those not connected now learn of it by the registration."""
+        first = self._peers.by_address(wait.host, wait.port)
+        if first is None or first.greeting is None or first.stage is not Stage.UP:
+            return
+        me = self.identity
+        for share in fan_in(me.rank, me.tp_size, first.greeting.tp_size, self._layout.total_heads):
+            peer = self._peers.by_address(wait.host, wait.port + share.p_rank)
+            if peer is not None and peer.stage is Stage.UP:
+                self._peers.send(peer.key, wire.Waiting(transfer_id=wait.transfer_id))
+
     def _drop(self, request: str) -> None:
         reason = "the request was aborted on the decode engine"
         opening = self._openings.get(request)
@@ -215,6 +234,8 @@ class TransferCore:
         first = self._peers.dial(land.host, land.port)
         if first.stage is Stage.REFUSED:
             return self._fail_opening(opening, *first.refusal)
+        if first.stage is Stage.SILENT:
+            return self._fail_opening(opening, "peer_gone", f"{first.name}: silent for {self.config.lease_s:g} s")
         if first.stage is not Stage.UP or not isinstance(first.greeting, wire.Welcome):
             return None
         found = first.greeting
@@ -306,12 +327,18 @@ class TransferCore:
             self._take(key, message)
         except UnexpectedEvent as error:  # the peer's fault: no reason to end this engine
             self._gone(key, error.code, str(error))
+        except (ArithmeticError, ValueError, TypeError, LookupError) as error:
+            # Numbers that pass the codec and make no sense further in: whatever a peer sends, this engine lives.
+            log.exception("%s rank %d: bad %s", self.identity.engine_id, self.identity.rank, type(message).__name__)
+            self._gone(key, "bad_message", f"its {type(message).__name__} could not be used: {error}")
 
     def _take(self, key: str, message: wire.AnyMessage) -> None:
         now = self._clock()
         peer = self._peers.by_key.get(key)
         if peer is not None:
             peer.heard_at = now
+            if peer.stage is Stage.SILENT:
+                peer.stage = Stage.UP
         if isinstance(message, wire.Describe | wire.Abandon | wire.Why):
             self._answer(key, message)
         elif isinstance(message, wire.Hello):
@@ -321,6 +348,8 @@ class TransferCore:
                 self._peers.stranger(key)
         elif isinstance(message, wire.Register):
             self._run(self._rendezvous.register(key, message, now))
+        elif isinstance(message, wire.Waiting):
+            self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
             self._run(self._rendezvous.cancel(key, message.reg_id, message.reason, now))
         elif isinstance(message, wire.Fetched):
@@ -385,8 +414,8 @@ class TransferCore:
                 self._story.note(instruction.transfer_id, instruction.event, reason=instruction.reason)
             elif isinstance(instruction, rendezvous.Release):
                 self._released(instruction)
-            elif isinstance(instruction, landing.CutPeer):
-                self._gone(instruction.peer, "transfer_timeout", instruction.reason)
+            elif isinstance(instruction, landing.Doomed):
+                self._doomed(instruction)
             else:
                 self._landed(instruction)
 
@@ -433,7 +462,14 @@ class TransferCore:
         result = cmd.Received(where.request, where.transfer_id, outcome.ok, outcome.code, outcome.reason)
         self._end(result, remember=self._tells(where))
 
-    def _end(self, result: cmd.Result, *, remember: bool = True) -> None:
+    def _doomed(self, doomed: landing.Doomed) -> None:
+        where = doomed.destination
+        if self._tells(where):
+            self._endings[where.transfer_id] = (False, doomed.code, doomed.reason)
+        log.warning("%s: %s: its blocks are kept until its writer is heard of", where.transfer_id, doomed.reason)
+        self._on_result(cmd.Failing(where.request, where.transfer_id, doomed.code, doomed.reason))
+
+    def _end(self, result: cmd.Sent | cmd.Received, *, remember: bool = True) -> None:
         if remember:
             self._endings[result.transfer_id] = (result.ok, result.code, result.reason)
         while len(self._endings) > _REMEMBERED_ENDINGS:

@@ -30,6 +30,7 @@ SCRATCH_BYTES = 64
 CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
 _REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
 
+_MIN_BEAT_S = 0.1  # however short the other side says its patience is
 Lose = Callable[[str, str, str, bool], None]
 
 
@@ -48,6 +49,7 @@ class Stage(Enum):
     GREETING = auto()  # Hello sent
     WARMING = auto()  # agents exchanged, first accesses under way
     UP = auto()
+    SILENT = auto()  # dialled, up, and not heard of for too long: it may be stopped in the middle of a WRITE
     REFUSED = auto()  # the other side will not talk to us; kept so that requests fail at once, with the reason
 
 
@@ -85,6 +87,9 @@ class Peer:
         return f"{self.address[0]}:{self.address[1]}" if self.address else ""
 
 
+_BEATING = (Stage.UP, Stage.SILENT)
+
+
 def replaces(hello: Hello, other: Greeting | None) -> bool:
     """Whether a rank that says `hello` can't be on the other connection any more."""
     if not isinstance(other, Hello) or (other.engine_id, other.rank) != (hello.engine_id, hello.rank):
@@ -96,7 +101,8 @@ class Peers:
     """Everyone this rank is, or wants to be, connected to, by channel key.
 
     `lose(key, code, reason, keep)`: the owner's way to cut a peer off; it calls `cut` and `hang_up` here in between its
-    own bookkeeping. `up(key)`: a peer can be used. `refused()`: some peer will not talk to us.
+    own bookkeeping. `up(key)`: a peer can be used. `refused()`: some peer will not talk to us. `silent(key, reason)`:
+    one that may be writing to us is not heard of any more.
     """
 
     def __init__(
@@ -112,19 +118,24 @@ class Peers:
         lose: Lose,
         up: Callable[[str], None],
         refused: Callable[[], None],
+        silent: Callable[[str, str], None],
     ) -> None:
         self.by_key: dict[str, Peer] = {}
         self.life = new_life_id()
         self._identity, self._config, self._layout, self._scratch = identity, config, layout, scratch
         self._fabric, self._channel, self._clock = fabric, channel, clock
         self._metadata = fabric.metadata()
-        self._lose, self._up, self._refused = lose, up, refused
+        self._lose, self._up, self._refused, self._silent = lose, up, refused, silent
         self._standing = {parse_address(peer, "peers") for peer in config.peers}
 
     def dial_standing(self) -> None:
         """Connect to the configured peers, off any request's path."""
         for host, port in sorted(self._standing):
             self.dial(host, port)
+
+    def by_address(self, host: str, port: int) -> Peer | None:
+        """The peer that was dialled there, if any."""
+        return next((peer for peer in self.by_key.values() if peer.address == (host, port)), None)
 
     def up_keys(self) -> set[str]:
         return {key for key, peer in self.by_key.items() if peer.stage is Stage.UP}
@@ -184,6 +195,7 @@ class Peers:
             check_compatible(self._layout, hello.layout)
             fan_in(hello.rank, hello.tp_size, me.tp_size, self._layout.total_heads)
             agent = self._fabric.add_peer(hello.agent)
+            self._check_agent(agent, hello)
         except KVFerryError as error:
             reason = f"prefill engine {me.engine_id} refuses decode engine {hello.engine_id}: {error}"
             log.error("%s", reason)
@@ -194,6 +206,12 @@ class Peers:
         self.by_key[key] = peer
         self.send(key, Welcome(**self._introduction()))
         self._warm_up(peer, "WRITE")
+
+    def _check_agent(self, agent: PeerName, hello: Hello) -> None:
+        """Losing a peer removes its agent, so nobody may come with another's."""
+        for other in self.by_key.values():
+            if other.agent == agent and other.greeting is not None and other.greeting.life != hello.life:
+                raise CompatError(f"agent {agent} belongs to {other.name}", hint="each rank has its own")
 
     def welcome(self, peer: Peer, welcome: Welcome) -> None:
         peer.greeting = welcome
@@ -277,7 +295,7 @@ class Peers:
 
     def waits(self, now: float) -> list[float]:
         """Seconds until something is due, for each peer that has something."""
-        live = [self._beat_due(peer) - now for peer in self.by_key.values() if peer.stage is Stage.UP]
+        live = [self._beat_due(peer) - now for peer in self.by_key.values() if peer.stage in _BEATING]
         return live + [peer.redial_at - now for peer in self.by_key.values() if peer.redial_at is not None]
 
     def tick(self, now: float, wanted: Callable[[Peer], bool]) -> None:
@@ -289,13 +307,17 @@ class Peers:
             limit = self._config.connect_timeout_s
             if unanswered and now - peer.heard_at > limit and not wanted(peer):
                 self._lose(peer.key, "peer_unreachable", f"no answer within {limit:g} s", False)
-            if peer.stage not in (Stage.UP, Stage.WARMING):
+            if peer.stage not in (Stage.UP, Stage.WARMING, Stage.SILENT):
                 continue
-            if now - peer.heard_at > self._config.lease_s:
+            quiet = now - peer.heard_at > self._config.lease_s
+            if quiet and peer.stage is Stage.UP and peer.address is not None:
+                peer.stage = Stage.SILENT
+                self._silent(peer.key, f"{peer.name}: silent for {self._config.lease_s:g} s")
+            elif quiet and peer.stage is not Stage.SILENT:
                 self._lose(peer.key, "peer_gone", f"silent for {self._config.lease_s:g} s", False)
             elif self._beat_due(peer) <= now:
                 self.send(peer.key, Beat())
 
     def _beat_due(self, peer: Peer) -> float:
         assert peer.greeting is not None
-        return peer.said_at + min(peer.greeting.silence_s, self._config.lease_s) / 3
+        return peer.said_at + max(_MIN_BEAT_S, min(peer.greeting.silence_s, self._config.lease_s) / 3)

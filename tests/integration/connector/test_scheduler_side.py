@@ -199,6 +199,20 @@ class TestDecode:
         assert d.finished(request, [1, 2, 3]) == (False, None)
         assert not step(d).news, "nothing more to tell"
 
+    def test_p_hears_of_a_request_that_queues_for_blocks(self) -> None:
+        """C53: once, and not of one that gets its blocks at once."""
+        d, quick, slow = side("kv_consumer"), landing("quick"), landing("slow")
+        d.on_new_request(quick)
+        d.on_new_request(slow)
+        d.allocated(quick, [1, 2, 3], 39)
+        first = step(d)
+        assert [wait.transfer_id for wait in first.waits] == ["t-slow"] and [x.request for x in first.lands] == [
+            "quick"
+        ]
+        assert not step(d).waits
+        d.allocated(slow, [4, 5, 6], 39)
+        assert [x.request for x in step(d).lands] == ["slow"]
+
     def test_aborted_in_the_queue(self) -> None:
         """C33: it never had blocks; P is told all the same."""
         d, request = side("kv_consumer"), landing()
@@ -214,6 +228,9 @@ class TestDecode:
         step(d)
         assert d.finished(request, [1, 2, 3]) == (False, None)
         assert [drop.request for drop in step(d).drops] == ["r"]
+        assert step(d).idle, "the engine holds its blocks and has nothing to do but wait"
+        d.update(Output(finished_recving={"r"}))
+        assert not step(d).idle
 
     @pytest.mark.parametrize("missing", ["transfer_id", "remote_host", "remote_port"])
     def test_bad_parameters_fail_the_request_and_not_the_engine(self, missing: str) -> None:

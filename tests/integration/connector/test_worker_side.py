@@ -13,7 +13,7 @@ from kvferry.connector.metadata import IDLE, NOTHING, Reject, StepMetadata
 from kvferry.connector.worker_side import WorkerSide
 from kvferry.ids import EngineId, TransferId
 from kvferry.story import Story
-from kvferry.transfer.commands import Abort, Land, Ready, Received, Sent
+from kvferry.transfer.commands import Abort, Failing, Land, Ready, Received, Sent
 from kvferry.transfer.peers import Identity
 
 T = TransferId("t")
@@ -79,6 +79,16 @@ def test_a_landing_is_reported_once_and_only_if_awaited() -> None:
 def test_a_failed_landing_is_both_received_and_failed() -> None:
     one, transfers = worker()
     run(one, StepMetadata(lands=[land("a")], news=True))
+    transfers.ready = [Received("a", T, False, "peer_gone", "")]
+    assert run(one, NOTHING) == (set(), {"a"}, {"a"})
+
+
+def test_a_doomed_landing_fails_now_and_is_received_later() -> None:
+    """C43: the client needn't wait for a stopped writer; its blocks must."""
+    one, transfers = worker()
+    run(one, StepMetadata(lands=[land("a")], news=True))
+    transfers.ready = [Failing("a", T, "peer_gone", "")]
+    assert run(one, NOTHING) == (set(), set(), {"a"})
     transfers.ready = [Received("a", T, False, "peer_gone", "")]
     assert run(one, NOTHING) == (set(), {"a"}, {"a"})
 
