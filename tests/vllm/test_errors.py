@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from vllm_tier import Legs, deployed, landing_params, side_channel, source_params
 
@@ -232,3 +233,26 @@ def test_side_channel_port_taken(tmp_path: Path) -> None:
             pass
     assert f"side channel 127.0.0.1:{port} is taken" in str(caught.value)
     assert "side_channel_port" in str(caught.value)
+
+
+async def test_stopped_prefill_engine_keeps_its_claim_on_the_blocks(legs: Legs) -> None:
+    """C43: P is stopped while D waits. The client hears of it in time; D's blocks stay until P has spoken again."""
+    transfer_id = new_transfer_id()
+    processes = [psutil.Process(pid) for pid in legs.prefill.pids()]
+    source = asyncio.create_task(legs.ask(legs.prefill, list(range(100, 2600)), 1, source_params(transfer_id, "push")))
+    params = landing_params(transfer_id, "push", legs.prefill)
+    landing = asyncio.create_task(legs.ask(legs.decode, list(range(100, 2600)), 4, params))
+    await asyncio.sleep(0.5)  # P computes for seconds
+    for process in processes:
+        process.suspend()
+    try:
+        reply = await asyncio.wait_for(landing, LEASE_S + 3)
+        assert reply.status == 500
+        verdict = await inquiry.why(*side_channel(legs.decode), transfer_id)
+        assert (verdict.state, verdict.code) == ("failed", "peer_gone") and "silent for 3 s" in verdict.reason
+        assert (await legs.ask(legs.decode, PROMPT, 4)).status == 200
+        assert await metric(legs, legs.decode, "kv_cache_usage_perc") > 0, "given back while P could still write"
+    finally:
+        for process in processes:
+            process.resume()
+    await source
