@@ -255,3 +255,14 @@ class TestDecode:
             assert "takes no KV" in step(one).rejects[0].reason
         else:
             assert not step(one, {"r": 40}).readies
+
+
+def test_both_roles_in_one_engine() -> None:
+    one = side("kv_both")
+    out, inward = source("out"), landing("in")
+    one.on_new_request(out)
+    one.on_new_request(inward)
+    one.allocated(inward, [1, 2, 3], 39)
+    made = step(one, {"out": 40})
+    assert [x.request for x in made.expects] == [x.request for x in made.readies] == ["out"]
+    assert [x.request for x in made.lands] == ["in"] and not made.idle
