@@ -7,7 +7,9 @@ held until its server is up, and there is no moment at which another process may
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
 
 import psutil
 
@@ -16,11 +18,24 @@ from kvferry.errors import ConfigError, LaunchError
 LOOPBACK = "127.0.0.1"
 
 
-def _hold(port: int) -> socket.socket:
+def _choices() -> range:
+    """Ports that the kernel gives to nobody's outgoing connections: an engine must find its own again at a restart."""
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = 32_768
+    return range(20_000, lowest) if lowest > 21_000 else range(20_000, 65_536)
+
+
+def _hold(port: int, *, untouched: bool = False) -> socket.socket:
+    """`untouched`: also not held by another launcher, nor lately used."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
+        if untouched:
+            sock.bind((LOOPBACK, port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((LOOPBACK, port))
+        if not untouched:
+            sock.bind((LOOPBACK, port))
     except BaseException:
         sock.close()
         raise
@@ -65,13 +80,13 @@ class Ports:
 
     def free(self, count: int = 1) -> int:
         """Hold `count` free ports in a row; returns the first."""
+        choices = _choices()
         for _ in range(200):
             taken: list[socket.socket] = []
+            first = random.randrange(choices.start, choices.stop - count)
             try:
-                taken.append(_hold(0))
-                first = int(taken[0].getsockname()[1])
-                if first + count <= 65536:
-                    taken.extend(_hold(first + offset) for offset in range(1, count))
+                for port in range(first, first + count):
+                    taken.append(_hold(port, untouched=True))
             except OSError:
                 pass
             if len(taken) == count:
