@@ -180,11 +180,7 @@ class TransferCore:
                 self._story.note(command.transfer_id, "allocated", tokens=command.end_token - command.start_token)
                 due = now + self.config.connect_timeout_s
                 opening = self._openings[command.request] = _Opening(command, due)
-                try:
-                    self._peers.dial(command.host, command.port)
-                    self._advance(opening)
-                except PeerUnreachable as error:
-                    self._fail_opening(opening, error.code, str(error))
+                self._advance(opening)
             elif isinstance(command, cmd.Wait):
                 self._announce(command)
             else:
@@ -230,6 +226,12 @@ class TransferCore:
 
     def _advance(self, opening: _Opening) -> None:
         """Open the landing as soon as P's rank 0 is up, or fail it if that can't be."""
+        try:
+            self._try_to_open(opening)
+        except PeerUnreachable as error:  # some rank's address can be none, whenever we come to dial it
+            self._fail_opening(opening, error.code, str(error))
+
+    def _try_to_open(self, opening: _Opening) -> None:
         land = opening.land
         first = self._peers.dial(land.host, land.port)
         if first.stage is Stage.REFUSED:
@@ -524,8 +526,9 @@ class TransferCore:
         self._run(self._landings.tick(now))
         for opening in [o for o in self._openings.values() if o.due <= now]:
             land = opening.land
-            peer = self._peers.dial(land.host, land.port)
-            heard = "accepts but does not answer" if peer.stage is Stage.GREETING else "cannot be reached"
+            peer = self._peers.by_address(land.host, land.port)
+            greeted = peer is not None and peer.stage is Stage.GREETING
+            heard = "accepts but does not answer" if greeted else "cannot be reached"
             reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
             self._fail_opening(opening, "peer_unreachable", reason)
         self._peers.tick(now, self._wanted)
