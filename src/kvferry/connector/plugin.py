@@ -1,7 +1,8 @@
-"""vLLM general plugin, loaded in each of its processes; idempotent.
+"""vLLM plugins, loaded in each of its processes; idempotent.
 
-It makes the connector known by name, so that MultiConnector can compose it, and it checks the connector's settings in
-the first process, before a model is loaded: the connector itself is made minutes later on a large one.
+The general one makes the connector known by name, so that MultiConnector can compose it. The platform one brings no
+platform: it is where vLLM first calls out of tree, seconds before general plugins are loaded and minutes before the
+connector of a large model is made, so the connector's settings are checked there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ def register() -> None:
 
     if "KVFerryConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.connector.connector", "KVFerryConnector")
+
+
+def check_settings() -> None:
+    """Ends the first process with one line on stderr where `preflight` finds an error. None: no platform is meant."""
     if _CHECKED not in os.environ:
         os.environ[_CHECKED] = "1"
         try:
