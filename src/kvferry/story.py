@@ -19,6 +19,11 @@ from typing import Any
 from kvferry.ids import TransferId
 
 
+def story_side(kv_role: str) -> str:
+    """The side under which an engine of this role tells: 'prefill', 'decode' or 'both'."""
+    return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role, "both")
+
+
 class Story:
     """Writer of one process. `folder=None` makes every call a no-op."""
 

@@ -23,7 +23,7 @@ from kvferry.connector.scheduler_side import SchedulerSide
 from kvferry.connector.worker_side import WorkerSide
 from kvferry.errors import CompatError
 from kvferry.ids import EngineId
-from kvferry.story import Story
+from kvferry.story import Story, story_side
 from kvferry.transfer.channel import ZmqChannel
 from kvferry.transfer.peers import Identity
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_STORY_SIDES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+KVConnectorMetadata.register(StepMetadata)  # which itself knows nothing of vLLM
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank, tp_size, dp_rank = rank_and_size(vllm_config, role is KVConnectorRole.WORKER)
         port = config.side_channel_port + dp_rank * tp_size
         config = connector_config({**transfer.kv_connector_extra_config, "side_channel_port": port})
-        story = Story(config.story_dir or None, _STORY_SIDES.get(transfer.kv_role, "both"), rank)
+        story = Story(config.story_dir or None, story_side(transfer.kv_role), rank)
         self._block_size = vllm_config.cache_config.block_size
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -60,9 +60,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             channel = ZmqChannel(config.side_channel_host, port + rank)
             kind = transfer.kv_role.removeprefix("kv_")
-            self._worker = WorkerSide(
-                config, Identity(EngineId(transfer.engine_id), rank, tp_size, kind), channel, story
-            )
+            identity = Identity(EngineId(transfer.engine_id), rank, tp_size, kind)
+            self._worker = WorkerSide(config, identity, channel, story)
 
     # -- worker -----------------------------------------------------------------------------------------------------
 

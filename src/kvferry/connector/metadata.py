@@ -1,10 +1,8 @@
-"""What one engine step carries from the scheduler's connector to the workers'."""
+"""What one engine step carries from the scheduler's half of the connector to the workers'. Free of vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready, Wait
 
@@ -20,7 +18,7 @@ class Reject:
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata:
     """In the order in which they are handed on. `waits`, `lands`, `drops`, `rejects`: decode; the others: prefill.
 
     `idle`: the step has no model work and a transfer is open, so the worker may sleep on the transfer thread's signal.

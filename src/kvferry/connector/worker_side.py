@@ -6,10 +6,13 @@ Thread: the worker's main thread only. The transfer thread (`transfer/thread.py`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvferry.config import ConnectorConfig
 from kvferry.connector.blocks import Caches, expand
@@ -18,7 +21,9 @@ from kvferry.connector.metadata import StepMetadata
 from kvferry.story import Story
 from kvferry.transfer.commands import Failing, Received, Result, Sent
 from kvferry.transfer.core import TransferCore
+from kvferry.transfer.fabric import MakeFabric
 from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+from kvferry.transfer.prober import Prober
 from kvferry.transfer.thread import InlineTransfers, Transfers, TransferThread
 
 if TYPE_CHECKING:
@@ -47,24 +52,32 @@ class WorkerSide:
         self._idle_wait_s = _FIRST_IDLE_WAIT_S
         longest_ms = config.idle_wait_ms if identity.role == "consumer" else min(config.idle_wait_ms, _PREFILL_IDLE_MS)
         self._longest_idle_s = longest_ms / 1e3
-        self._scratch: Any = None
+        self._scratch: Any = None  # kept alive: peers access it
+        self._on_device = False
 
-    def start(self, caches: Caches) -> None:
-        """KV memory exists: register it, make the agent, start the thread. Raises `FabricError`."""
-        import torch
+    def start(self, caches: Caches, make_fabric: MakeFabric | None = None) -> None:
+        """KV memory exists: register it, make the agent, start the thread. Raises `FabricError`.
 
+        `make_fabric`: what makes this rank's fabric, and its probes'; None: NIXL, as configured.
+        """
         from kvferry.transfer.nixl import NixlFabric
 
         layout = caches.layout
+        make = make_fabric or functools.partial(
+            NixlFabric, backends=self.config.backends, num_threads=self.config.num_threads
+        )
         self._ratio = caches.ratio
-        self._scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=layout.device)
-        fabric = NixlFabric(self.identity.engine_id, self.config.backends, self.config.num_threads)
-        fabric.register([*caches.regions, (self._scratch.data_ptr(), SCRATCH_BYTES)], layout.device)
+        self._on_device = layout.device != "cpu"
+        self._scratch, scratch = _scratch_on(layout.device)
+        fabric = make(self.identity.engine_id)
+        name = f"{self.identity.engine_id} rank {self.identity.rank}"
+        channel = self._channel
+        prober = Prober(name, make, layout.device, channel.host, channel.port, channel.wake)
+        fabric.register([*caches.regions, (scratch, SCRATCH_BYTES)], layout.device)
 
         def make_core(deliver: Callable[[Result], None]) -> TransferCore:
-            scratch = self._scratch.data_ptr()
             return TransferCore(
-                self.identity, self.config, fabric, self._channel, layout, scratch, self._story, deliver
+                self.identity, self.config, fabric, channel, layout, scratch, self._story, deliver, prober=prober
             )
 
         self._transfers = TransferThread(make_core) if self.config.background else InlineTransfers(make_core)
@@ -72,8 +85,8 @@ class WorkerSide:
             "%s rank %d: side channel %s:%d, mode %s, %d planes of %d blocks of %d tokens, %.0f MiB registered",
             self.identity.engine_id,
             self.identity.rank,
-            self._channel.host,
-            self._channel.port,
+            channel.host,
+            channel.port,
             self.config.mode,
             len(layout.planes),
             layout.num_blocks,
@@ -136,7 +149,7 @@ class WorkerSide:
         self._handed = True
         moment = None
         for ready in self._step.readies:
-            if moment is None and self._scratch.device.type == "cuda":
+            if moment is None and self._on_device:
                 import torch
 
                 moment = torch.cuda.Event()
@@ -192,3 +205,15 @@ class WorkerSide:
             self._transfers = None
         else:
             self._channel.close()
+
+
+def _scratch_on(device: str) -> tuple[Any, int]:
+    """`SCRATCH_BYTES` zeroed bytes of device memory: (what keeps them alive, their address). torch is needed for a GPU
+    only."""
+    if device == "cpu":
+        array = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        return array, int(array.ctypes.data)
+    import torch
+
+    tensor = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+    return tensor, tensor.data_ptr()

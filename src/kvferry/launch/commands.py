@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.errors import ConfigError, LaunchError, unknown_name
+from kvferry.errors import ConfigError, LaunchError
 from kvferry.launch import detach
 from kvferry.launch.cancel import Cancel, Stopped
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ManagedProcess, ProcessDied
-from kvferry.launch.spec import ENGINES, MODES, DeploymentSpec
+from kvferry.launch.spec import DEFAULT_PROFILE, ENGINES, MODES, DeploymentSpec
 from kvferry.launch.state import ProcessState, State, StateDir, default_state_dir
 from kvferry.launch.tree import Tree, alive, end_trees, members
 from kvferry.launch.web import healthy
@@ -51,7 +51,8 @@ def add_state_dir(parser: argparse.ArgumentParser) -> None:
 
 def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="vllm", help=f"one of: {', '.join(ENGINES)} (default: vllm)")
-    parser.add_argument("--model", default="smollm2", help="smollm2, or the folder of a model (default: smollm2)")
+    parser.add_argument("--model", default="", metavar="M", help="smollm2, or the folder of a model; with sim: a name")
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, metavar="NAME", help="sim: model and machine, or a file")
     parser.add_argument("--mode", default="push", help=f"one of: {', '.join(MODES)} (default: push)")
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill engines (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode or colocated engines (default: 1)")
@@ -67,9 +68,9 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def up(args: argparse.Namespace) -> int:
-    if args.engine not in ENGINES:
-        raise unknown_name("engine", args.engine, ENGINES)
     spec = DeploymentSpec(
+        engine=args.engine,
+        profile=args.profile,
         mode=args.mode,
         model=args.model,
         prefill=1 if args.prefill is None else args.prefill,

@@ -104,7 +104,9 @@ class Deployment:
         if self.spec.router:
             router_port = self._ports.named(self.spec.port, "router") if self.spec.port else self._ports.free()
             self.router_url = f"http://{LOOPBACK}:{router_port}"
-        model = models.prepare(self.spec.model, report=self._report, cancel=self._cancel)
+        model = Path()
+        if self.spec.engine == "vllm":
+            model = models.prepare(self.spec.model_or_default, report=self._report, cancel=self._cancel)
         self._cancel.check()
         self.state_dir.clear_run()  # not before: a port in use or a missing model leaves the last run's files alone
         self._guard = Guard()
@@ -224,7 +226,7 @@ class Deployment:
 
     def model_name(self) -> str:
         """The name under which the model is served."""
-        return served_name(self.spec.model, self.spec.args_for("decode"))
+        return served_name(self.spec.model_or_default, self.spec.args_for("decode"))
 
     def _warm_up(self) -> None:
         rounds = 2 * max(self.spec.decode, self.spec.prefill if self.mode.split else 0)
@@ -243,7 +245,7 @@ class Deployment:
             State(
                 phase=phase,
                 mode=self.mode.name,
-                model=self.spec.model,
+                model=self.spec.model_or_default,
                 url=self.router_url,
                 launcher_pid=os.getpid(),
                 launcher_started=start_time(os.getpid()),

@@ -1,4 +1,4 @@
-"""The command line and environment of one vLLM engine.
+"""The command line and environment of one engine, vLLM's or our own.
 
 vLLM is started as a module, not by its `vllm` command: that looks up a distribution of this very name, which the CPU
 build does not have. `$KVFERRY_ENGINE_COMMAND`, if set, is run in place of `python -m vllm...api_server` (a profiler
@@ -136,8 +136,16 @@ def command(spec: DeploymentSpec, mode: Mode, engine: Engine, model: Path, peers
     """The engine's command line. The user's arguments come last, so they win."""
     start = shlex.split(os.environ.get("KVFERRY_ENGINE_COMMAND", "")) or [sys.executable, "-m", MODULE]
     args = spec.args_for(engine.role)
+    if spec.engine == "sim":
+        line = [sys.executable, "-m", "kvferry.cli", "engine", "--profile", spec.profile]
+        line += ["--host", LOOPBACK, "--port", str(engine.port)]
+        line += ["--served-model-name", served_name(spec.model_or_default, args)]
+        config = kv_transfer_config(spec, mode, engine, peers)
+        if config is not None:
+            line += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
+        return [*line, *args]
     line = [*start, "--host", LOOPBACK, "--port", str(engine.port), "--model", str(model)]
-    line += ["--served-model-name", served_name(spec.model, args), "--dtype", spec.dtype]
+    line += ["--served-model-name", served_name(spec.model_or_default, args), "--dtype", spec.dtype]
     if not gpus():
         line += ["--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "8"]
         if spec.tuned and engine.tp == 1:
@@ -156,6 +164,8 @@ def environment(spec: DeploymentSpec, mode: Mode, engine: Engine, scratch: Path)
     and what else it leaves in the temporary folder.
     """
     ours: dict[str, str] = dict(QUIET_ENV)
+    if spec.engine == "sim":
+        return {**ours, "UCX_TLS": CPU_ENV["UCX_TLS"], **os.environ, **spec.env}
     fixed: dict[str, str] = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     if not gpus():
         ours |= CPU_ENV

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvferry.engine.profile import load as load_profile
 from kvferry.errors import ConfigError, unknown_name
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -38,7 +39,9 @@ MODES = {
         Mode("upstream-push", "upstream-push", "push"),
     )
 }
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sim")
+DEFAULT_MODEL = "smollm2"
+DEFAULT_PROFILE = "instant"
 
 
 def mode_named(name: str) -> Mode:
@@ -49,12 +52,15 @@ def mode_named(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """One deployment on this machine. `extra_config` goes into `kv_connector_extra_config` of every engine, the
+    """One deployment on this machine. `engine` 'sim': kvferry's own, whose time is modelled by `profile`; `vllm_args` then
+    go to it, it knows vLLM's names. `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine, the
     per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one.
     """
 
     mode: str = "push"
-    model: str = "smollm2"
+    engine: str = "vllm"
+    profile: str = DEFAULT_PROFILE
+    model: str = ""
     prefill: int = 1
     decode: int = 1
     port: int = 0
@@ -76,6 +82,15 @@ class DeploymentSpec:
     def check(self) -> Mode:
         """The mode, or a ConfigError for what cannot be started."""
         mode = mode_named(self.mode)
+        if self.engine not in ENGINES:
+            raise unknown_name("engine", self.engine, ENGINES)
+        if self.engine == "sim":
+            load_profile(self.profile)
+        if self.engine == "sim" and mode.connector.startswith("upstream"):
+            hint = (
+                "sim engines carry kvferry's connector only; pull-inline posts in the engine loop, as upstream's pull"
+            )
+            raise ConfigError(f"mode {mode.name!r} needs vLLM engines", hint=hint)
         if mode.split and self.prefill < 1:
             raise ConfigError(f"prefill: {self.prefill} engines, mode {mode.name!r} needs at least 1")
         if self.decode < 1:
@@ -86,6 +101,10 @@ class DeploymentSpec:
             if arg.split("=")[0] in OWNED_ARGS:
                 raise ConfigError(f"vllm argument {arg!r} is set by kvferry itself", hint=OWNED_ARGS[arg.split("=")[0]])
         return mode
+
+    @property
+    def model_or_default(self) -> str:
+        return self.model or (DEFAULT_MODEL if self.engine == "vllm" else self.profile)
 
     def names(self) -> list[tuple[str, Role]]:
         """The engines by name and role. Colocated: `decode` of them, each does both."""
@@ -128,7 +147,7 @@ def served_name(model: str, args: Sequence[str]) -> str:
 
 
 def tensor_parallel(args: Sequence[str]) -> int:
-    value = arg_value(args, "--tensor-parallel-size", "-tp")
+    value = arg_value(args, "--tensor-parallel-size", "-tp", "--tp")
     try:
         size = int(value) if value is not None else 1
     except ValueError:

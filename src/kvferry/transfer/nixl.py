@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import sys
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from kvferry.errors import ConfigError, FabricError
 from kvferry.transfer.fabric import Addresses, Handle, Op, PeerName
 
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""`nixl` loads torch (a second) to choose among the others, so without torch it comes last: on CPUs any will do."""
 
 
 def _load() -> Any:
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # else UCX may grow without bound, as vLLM notes
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    for name in _MODULES:
+    for name in _MODULES if "torch" in sys.modules else (*_MODULES[1:], _MODULES[0]):
         try:
             return importlib.import_module(f"{name}._api")
         except ImportError:
