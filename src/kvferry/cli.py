@@ -45,12 +45,27 @@ COMMANDS = {
         "kvferry router --port 8000 --connector kvferry --mode push "
         "--prefill http://10.0.0.1:8100,side_channel=10.0.0.1:5600 --decode http://10.0.0.2:8200",
     ),
+    "engine": Command(
+        "an engine with a timing model in place of the GPU, and real KV memory and transfers",
+        "kvferry.engine.main",
+        "add_arguments",
+        "run",
+        "kvferry engine --profile qwen3-32b-h200-tp8 --byte-scale 8 --port 8100",
+    ),
     "story": Command(
         "tell what happened to one transfer",
         "kvferry.launch.timeline",
         "add_arguments",
         "run",
         "kvferry story 4f0c2a9be1d84d0fa7c1f6f0a3b5d6e7",
+    ),
+    "doctor": Command(
+        "check the KV path between engines before traffic",
+        "kvferry.doctor.main",
+        "add_arguments",
+        "run",
+        "kvferry doctor --prefill http://10.0.0.1:8100,side_channel=10.0.0.1:5600 "
+        "--decode http://10.0.0.2:8200,side_channel=10.0.0.2:5600 --prompt-tokens 16000 --ttft 1000",
     ),
     "demo": Command(
         "serve a real model in three ways and compare", "kvferry.launch.demo", "add_arguments", "run", "kvferry demo"
@@ -67,6 +82,16 @@ COMMANDS = {
 
 class Parser(argparse.ArgumentParser):
     """Errors in one line, with the nearest name; exit code 2."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            near = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"kvferry: error: {message} (see `{self.prog} --help`)\n")

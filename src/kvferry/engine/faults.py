@@ -64,7 +64,7 @@ class DelayMessage(Fault, frozen=True, kw_only=True, tag="delay"):
 
 class Corrupt(Fault, frozen=True, kw_only=True, tag="corrupt"):
     """One byte is changed: of `block`, or (None) of a random block of the next request whose KV lands here. `offset`
-    counts bytes over layers, heads, tokens; None: random."""
+    counts bytes over layers, heads, tokens; None: any byte of a token that the block holds."""
 
     block: int | None = None
     offset: int | None = None
@@ -139,8 +139,12 @@ class Faults:
             time.sleep(seconds)
 
 
-def damage(memory: KvMemory, fault: Corrupt, block: int) -> None:
-    offset = random.randrange(memory.block_bytes) if fault.offset is None else fault.offset
+def damage(memory: KvMemory, fault: Corrupt, block: int, tokens: int | None = None) -> None:
+    """`tokens`: how many the block holds at least; None: all."""
+    offset = fault.offset
+    if offset is None:
+        cells, rest = divmod(random.randrange(memory.block_bytes), memory.block_bytes_per_head)
+        offset = cells * memory.block_bytes_per_head + rest % ((tokens or memory.block_size) * memory.cell_bytes)
     memory.flip(block, offset, fault.mask)
 
 

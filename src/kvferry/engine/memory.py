@@ -20,7 +20,7 @@ class KvMemory:
     should not pay for them."""
 
     def __init__(self, layers: int, num_blocks: int, heads: range, block_size: int, cell_bytes: int) -> None:
-        self.heads, self.block_size = heads, block_size
+        self.heads, self.block_size, self.cell_bytes = heads, block_size, cell_bytes
         self._made = coefficients(layers, heads, cell_bytes)
         dtype = self._made.write.dtype
         words = cell_bytes // dtype.itemsize
@@ -37,6 +37,11 @@ class KvMemory:
     def block_bytes(self) -> int:
         """Of one block, all layers."""
         return int(self.array[:, 0].nbytes)
+
+    @property
+    def block_bytes_per_head(self) -> int:
+        """Of one head of one layer of one block."""
+        return self.block_size * self.cell_bytes
 
     def caches(self, total_heads: int, fingerprint: dict[str, str]) -> Caches:
         layer, block, head, token, _ = self.array.strides

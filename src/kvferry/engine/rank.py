@@ -189,7 +189,9 @@ class Rank:
         fault = self.faults.corrupt
         for who in received & self._sequences.keys():
             if fault is not None:
-                damage(self._memory, fault, random.choice(self._sequences[who].blocks))
+                blocks = self._sequences[who].blocks
+                block = random.choice(blocks)
+                damage(self._memory, fault, block, 1 if block == blocks[-1] else None)  # the last may be partly empty
                 self.faults.corrupt = fault = None
 
     def close(self) -> None:

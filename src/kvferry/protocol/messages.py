@@ -2,7 +2,7 @@
 
 Each message is one frozen, tagged struct. A decode rank dials a prefill rank, so `Hello`, `Register`, `Cancel` and
 `Fetched` go from decode to prefill; `Welcome`, `Begin`, `Grant`, `Landed` and `Failed` come back on that connection.
-Times on the wire are durations in seconds, never points in time.
+Times on the wire are durations in seconds, never points in time, but for `Inspection.wall_s`, which decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ Mode = Literal["push", "pull"]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+ProbeBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 28)]
+ProbeSizes = Annotated[tuple[ProbeBytes, ...], msgspec.Meta(min_length=1, max_length=64)]
 Device = Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda:\d+)$")]
 
 
@@ -208,6 +210,133 @@ class Verdict(Message, frozen=True):
     reason: str
 
 
+class Inspect(Message, frozen=True):
+    """Doctor -> any rank."""
+
+
+class Inspection(Message, frozen=True):
+    """Answer to `Inspect`: what must be known to judge from outside whether two ranks fit.
+
+    `background`: False where transfers are posted in the engine loop. `versions`: of kvferry, Python
+    and what is installed of vllm, torch, nixl. `wall_s`: the machine's clock, seconds since 1970, to be compared with
+    others by people.
+    """
+
+    engine_id: EngineId
+    life: LifeId
+    rank: Natural
+    tp_size: Positive
+    role: str
+    mode: Mode
+    background: bool
+    layout: Layout
+    backends: tuple[str, ...]
+    versions: dict[str, str]
+    machine: str
+    wall_s: float
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One measured transfer: D's GET or P's PUT of `nbytes`, in one piece or in many that aren't adjacent. Seconds from
+    before the post to completion: the median and the fastest of `repeats`."""
+
+    op: Literal["GET", "PUT"]
+    scattered: bool
+    nbytes: Positive
+    median_s: Seconds
+    fastest_s: Seconds
+    repeats: Positive
+
+
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the fabric says it uses for one operation from `least` to `most` bytes (None: no limit)."""
+
+    op: Literal["GET", "PUT"]
+    least: Natural
+    most: int | None
+    how: str
+    via: str
+
+
+class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one side of a probe found out. `routes` is empty where the fabric doesn't tell; `untold` says why.
+    `rdma_devices`: as the kernel lists them. `efa`: what `fi_info -p efa` said in a word or two."""
+
+    machine: str
+    device: Device
+    routes: tuple[Route, ...]
+    untold: str
+    ucx_version: str
+    rdma_devices: tuple[str, ...]
+    efa: str
+
+
+class Probe(Message, frozen=True):
+    """Doctor -> D rank: measure the way between you and the P rank at `host:port`. `sizes`: bytes per transfer,
+    ascending; `piece`: bytes of one piece of a scattered one. It ends within `limit_s`."""
+
+    host: str
+    port: Positive
+    sizes: ProbeSizes
+    piece: ProbeBytes
+    limit_s: Seconds
+
+
+class Probed(Message, frozen=True):
+    """Answer to `Probe`: `failure` is empty, and the GETs of D and the PUTs of P are there, or it says why not."""
+
+    failure: str
+    points: tuple[Point, ...] = ()
+    decode: Half | None = None
+    prefill: Half | None = None
+
+
+class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Memory of one half of a probe: the agent that owns it and where it begins."""
+
+    agent: bytes
+    base: Natural
+    device: Device
+
+
+class ProbeStep(Message, frozen=True):
+    """Base of what the two halves of a probe say to each other. Both speak to P's rank, which hands it on."""
+
+    probe_id: str
+
+
+class ProbeTarget(ProbeStep, frozen=True):
+    """D's half -> P rank: start your half, and tell it this. `sizes`, `piece`, `limit_s`: as in `Probe`."""
+
+    reach: Reach
+    sizes: ProbeSizes
+    piece: ProbeBytes
+    limit_s: Seconds
+
+
+class ProbeReady(ProbeStep, frozen=True):
+    """P's half -> D's half: my memory is there, and I drive my agent."""
+
+    reach: Reach
+
+
+class ProbeNext(ProbeStep, frozen=True):
+    """D's half -> P's half: my GETs are done, begin your PUTs; the second time: I have your times, you may go."""
+
+
+class ProbeTimes(ProbeStep, frozen=True):
+    """P's half -> D's half: my PUTs are done."""
+
+    points: tuple[Point, ...]
+    half: Half
+
+
+class ProbeFailed(ProbeStep, frozen=True):
+    """Either half, or P's rank: the probe is over."""
+
+    reason: str
+
+
 AnyMessage = (
     Hello
     | Welcome
@@ -228,4 +357,13 @@ AnyMessage = (
     | Abandoned
     | Why
     | Verdict
+    | Inspect
+    | Inspection
+    | Probe
+    | Probed
+    | ProbeTarget
+    | ProbeReady
+    | ProbeNext
+    | ProbeTimes
+    | ProbeFailed
 )

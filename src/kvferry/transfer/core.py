@@ -30,8 +30,10 @@ from kvferry.transfer import commands as cmd
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
 from kvferry.transfer.fabric import Fabric, Op
+from kvferry.transfer.inspect import inspection
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
+from kvferry.transfer.prober import Prober
 
 log = logging.getLogger("kvferry.transfer")
 
@@ -51,7 +53,7 @@ class _Opening:
 class TransferCore:
     """See the module. `scratch`: address of `SCRATCH_BYTES` registered bytes on the layout's device.
 
-    `on_result` is called on the owner thread. `clock`: monotonic seconds.
+    `on_result` is called on the owner thread. `clock`: monotonic seconds. `prober`: None where none is asked for.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class TransferCore:
         story: Story,
         on_result: Callable[[cmd.Result], None],
         clock: Callable[[], float] = time.monotonic,
+        prober: Prober | None = None,
     ) -> None:
         self.identity, self.config = identity, config
+        self._prober = prober
         self._fabric, self._channel = fabric, channel
         self._layout = layout
         self._story, self._on_result, self._clock = story, on_result, clock
@@ -122,6 +126,8 @@ class TransferCore:
             self._listen(0.05)
         self._listen(self._timeout(max_wait_s))
         self._take_commands()
+        if self._prober is not None:
+            self._say(self._prober.ended())
         self._drive_fabric()
         self._tick()
 
@@ -134,6 +140,8 @@ class TransferCore:
                 self._peers.greet(event.key)
             elif isinstance(event, Down):
                 self._gone(event.key, "peer_gone", "the connection was lost")
+                if self._prober is not None:
+                    self._prober.lost(event.key)
 
     def busy(self) -> bool:
         """Bytes are in flight, from or to this rank."""
@@ -155,6 +163,8 @@ class TransferCore:
         }
 
     def close(self) -> None:
+        if self._prober is not None:
+            self._prober.close()
         self._posts.close()
         self._channel.close()
         self._fabric.close()
@@ -341,8 +351,11 @@ class TransferCore:
             peer.heard_at = now
             if peer.stage is Stage.SILENT:
                 peer.stage = Stage.UP
-        if isinstance(message, wire.Describe | wire.Abandon | wire.Why):
+        if isinstance(message, wire.Describe | wire.Abandon | wire.Why | wire.Inspect):
             self._answer(key, message)
+        elif isinstance(message, wire.Probe | wire.ProbeStep):
+            if self._prober is not None:
+                self._say(self._prober.take(key, message))
         elif isinstance(message, wire.Hello):
             self._peers.hello(key, message)
         elif peer is None:
@@ -372,7 +385,7 @@ class TransferCore:
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
 
-    def _answer(self, key: str, question: wire.Describe | wire.Abandon | wire.Why) -> None:
+    def _answer(self, key: str, question: wire.Describe | wire.Abandon | wire.Why | wire.Inspect) -> None:
         reply: wire.Message
         if isinstance(question, wire.Describe):
             reply = wire.Description(
@@ -385,6 +398,8 @@ class TransferCore:
                 block_size=self._layout.block_size,
                 version=__version__,
             )
+        elif isinstance(question, wire.Inspect):
+            reply = inspection(self.identity, self.config, self._layout, self._peers.life)
         elif isinstance(question, wire.Abandon):
             known = self._rendezvous.is_open(question.transfer_id)
             now = self._clock()
@@ -401,6 +416,10 @@ class TransferCore:
                 state, code, reason = "ok" if ending[0] else "failed", ending[1], ending[2]
             reply = wire.Verdict(transfer_id=transfer_id, state=state, code=code, reason=reason)
         self._channel.send(key, codec.encode(reply))
+
+    def _say(self, messages: Iterable[tuple[str, wire.Message]]) -> None:
+        for key, message in messages:
+            self._channel.send(key, codec.encode(message))
 
     # -- instructions -----------------------------------------------------------------------------------------------
 

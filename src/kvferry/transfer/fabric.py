@@ -6,7 +6,7 @@ process that owns it. A completed WRITE is visible in the target's memory before
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Literal, Protocol
 
 import numpy as np
@@ -55,3 +55,7 @@ class Fabric(Protocol):
 
     def close(self) -> None:
         """Deregister everything. Idempotent."""
+
+
+MakeFabric = Callable[[str], Fabric]
+"""Name -> fabric. It can be pickled, since a probe's process makes its own fabric with it."""

@@ -1,4 +1,4 @@
-"""Questions that the router, the launcher or a person asks of an engine's side channel.
+"""Questions that the router, the launcher, the doctor or a person asks of an engine's side channel.
 
 Asyncio only; every call opens one connection, asks one thing and closes. Not used between engines.
 """
@@ -14,7 +14,20 @@ import zmq.asyncio
 from kvferry.errors import PeerUnreachable
 from kvferry.ids import TransferId
 from kvferry.protocol import codec
-from kvferry.protocol.messages import Abandon, Abandoned, Describe, Description, Message, Verdict, Why
+from kvferry.protocol.messages import (
+    Abandon,
+    Abandoned,
+    Describe,
+    Description,
+    Inspect,
+    Inspection,
+    Message,
+    Probe,
+    Probed,
+    Refuse,
+    Verdict,
+    Why,
+)
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -42,6 +55,8 @@ async def _ask(host: str, port: int, question: Message, answer: type[Answer], ti
         ) from None
     finally:
         socket.close()
+    if isinstance(reply, Refuse):
+        raise PeerUnreachable(f"side channel {host}:{port} refuses {type(question).__name__}: {reply.reason}")
     if not isinstance(reply, answer):
         raise PeerUnreachable(f"side channel {host}:{port} answered {type(reply).__name__}, not {answer.__name__}")
     return reply
@@ -61,3 +76,13 @@ async def abandon(host: str, port: int, transfer_id: TransferId, reason: str, ti
 async def why(host: str, port: int, transfer_id: TransferId, timeout_s: float = 2.0) -> Verdict:
     """How this transfer ended on that rank. Raises `PeerUnreachable`."""
     return await _ask(host, port, Why(transfer_id=transfer_id), Verdict, timeout_s)
+
+
+async def inspect(host: str, port: int, timeout_s: float = 2.0) -> Inspection:
+    """Everything about the rank that listens there. Raises `PeerUnreachable`."""
+    return await _ask(host, port, Inspect(), Inspection, timeout_s)
+
+
+async def probe(host: str, port: int, question: Probe, timeout_s: float) -> Probed:
+    """Have that D rank measure its way to a P rank. Raises `PeerUnreachable`."""
+    return await _ask(host, port, question, Probed, timeout_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -94,16 +95,28 @@ def _name_this_thread() -> None:
 
 
 class InlineTransfers:
-    """The same interface without a thread: every call of `results` runs one round of the core on the caller's thread.
+    """The same interface, with all planning, posting and polling in the engine loop: every call of `results` runs one
+    round of the core on the caller's thread. Today's way of pull, kept for comparison.
 
-    Today's way of pull, kept for comparison: planning, posting and polling take the engine loop's time.
+    An idle engine calls nothing, but its side channel must answer and its peers want to hear from it. So a keeper
+    thread runs the core, under a lock, while the engine has not called for `_IDLE_S` and holds no transfer: it can
+    neither post nor poll anything.
     """
 
-    def __init__(self, make_core: MakeCore) -> None:
+    _IDLE_S = 0.25
+
+    def __init__(self, make_core: MakeCore, name: str = "kvferry-keeper") -> None:
         self._results: deque[cmd.Result] = deque()
         self._core = make_core(self._results.append)
+        self._lock = threading.Lock()
+        self._called_at = time.monotonic()
+        self._stop = threading.Event()
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._keep, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, command: cmd.Command) -> None:
+        self._called_at = time.monotonic()
         self._core.submit(command)
 
     def pending(self) -> bool:
@@ -111,7 +124,16 @@ class InlineTransfers:
         return True
 
     def results(self) -> list[cmd.Result]:
-        self._core.step(0.0)
+        if self._death is not None:
+            raise KVFerryError(f"the keeper thread died: {self._death!r}") from self._death
+        self._called_at = time.monotonic()
+        if not self._lock.acquire(blocking=False):
+            self._core.wake()  # the keeper sleeps in there
+            self._lock.acquire()
+        try:
+            self._core.step(0.0)
+        finally:
+            self._lock.release()
         out = list(self._results)
         self._results.clear()
         return out
@@ -120,7 +142,30 @@ class InlineTransfers:
         """Nothing to sleep on: progress is made by `results` only."""
 
     def close(self, timeout_s: float = 5.0) -> None:
-        self._core.close()
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._core.wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("the keeper thread did not stop within %g s; its memory stays registered", timeout_s)
+        else:
+            self._core.close()
+
+    def _keep(self) -> None:
+        try:
+            while not self._stop.wait(self._until_idle_s()):
+                with self._lock:
+                    if self._until_idle_s() == 0.0 and not self._stop.is_set():
+                        self._core.step(None)
+        except BaseException as death:
+            self._death = death
+            raise
+
+    def _until_idle_s(self) -> float:
+        if any(self._core.open_counts()[what] for what in ("sources", "landings", "posts")):
+            return self._IDLE_S
+        return max(0.0, self._called_at + self._IDLE_S - time.monotonic())
 
 
 Transfers = TransferThread | InlineTransfers

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
-
 from engine_loops import LoopUnderTest, config, prompts
+
 from kvferry.errors import ConfigError
 
 
