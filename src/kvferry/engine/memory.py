@@ -5,7 +5,7 @@ Owned by the rank's engine thread; peers write to it through the fabric only whe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,33 @@ from numpy.typing import NDArray
 from kvferry.connector.blocks import Caches
 from kvferry.engine.content import U64, coefficients, head_weights, mixed, weights
 from kvferry.protocol.messages import Layout, Plane
+
+
+class Memory(Protocol):
+    """What a rank needs of its KV memory; see `KvMemory`. Also on devices: `torch_memory.TorchMemory`."""
+
+    heads: range
+    block_size: int
+    cell_bytes: int
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def block_bytes_per_head(self) -> int: ...
+
+    def caches(self, total_heads: int, fingerprint: dict[str, str]) -> Caches: ...
+
+    def write(self, block_ids: NDArray[np.int64], start: int, prefix: U64) -> None: ...
+
+    def write_one_each(self, block_ids: NDArray[np.int64], positions: NDArray[np.int64], prefix: U64) -> None: ...
+
+    def sums(self, block_ids: NDArray[np.int64], logical: NDArray[np.int64], lengths: NDArray[np.int64]) -> U64: ...
+
+    def flip(self, block_id: int, offset: int, mask: int) -> None: ...
 
 
 class KvMemory:

@@ -19,7 +19,7 @@ from kvferry.config import connector_config
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.content import U64
 from kvferry.engine.faults import Faults, FaultyChannel, FaultyStory, MakeFabric, damage
-from kvferry.engine.memory import KvMemory
+from kvferry.engine.memory import KvMemory, Memory
 from kvferry.ids import EngineId
 from kvferry.story import story_side
 
@@ -77,9 +77,14 @@ class Rank:
         self.config, self.rank = config, rank
         self.faults = Faults()
         heads = config.heads_of(rank)
-        self._memory = KvMemory(
-            config.profile.shape.layers, config.num_blocks, heads, config.block_size, config.cell_bytes
-        )
+        shape = (config.profile.shape.layers, config.num_blocks, heads, config.block_size, config.cell_bytes)
+        self._memory: Memory
+        if config.device == "cpu":
+            self._memory = KvMemory(*shape)
+        else:
+            from kvferry.engine.torch_memory import TorchMemory
+
+            self._memory = TorchMemory(*shape, device=device_of(config.device, rank))
         self._sequences: dict[str, _Sequence] = {}
         self._worker: WorkerSide | None = None
         if config.kv_transfer is not None:
@@ -198,6 +203,12 @@ class Rank:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+
+def device_of(device: str, rank: int) -> str:
+    """'cuda' gives each rank its own device, 'cuda:N' begins at N."""
+    kind, _, first = device.partition(":")
+    return f"{kind}:{int(first or 0) + rank}" if first.isdigit() or not first else device
 
 
 def _ints(values: list[int]) -> NDArray[np.int64]:
