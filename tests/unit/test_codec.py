@@ -24,6 +24,17 @@ LAYOUT = wire.Layout(
 GREETING = dict(
     life=2**62, engine_id="e", rank=1, tp_size=2, layout=LAYOUT, agent=b"\0\xff", scratch=2**47, silence_s=30.0
 )
+POINT = wire.Point(op="GET", scattered=True, nbytes=4096, median_s=2e-5, fastest_s=1e-5, repeats=3)
+HALF = wire.Half(
+    machine="m",
+    device="cpu",
+    routes=(wire.Route(op="PUT", least=0, most=None, how="zero-copy", via="cma/memory"),),
+    untold="",
+    ucx_version="1.21.0",
+    rdma_devices=("mlx5_0",),
+    efa="absent",
+)
+REACH = wire.Reach(agent=b"\0\xff", base=2**47, device="cuda:1")
 EXAMPLES: list[wire.Message] = [
     wire.Hello(dialled="p.example:5600", **GREETING),
     wire.Welcome(**GREETING),
@@ -46,6 +57,28 @@ EXAMPLES: list[wire.Message] = [
     wire.Abandoned(transfer_id="t", known=False),
     wire.Why(transfer_id="t"),
     wire.Verdict(transfer_id="t", state="ok", code="", reason=""),
+    wire.Inspect(),
+    wire.Inspection(
+        engine_id="e",
+        life=1,
+        rank=0,
+        tp_size=1,
+        role="both",
+        mode="pull",
+        background=True,
+        layout=LAYOUT,
+        backends=("UCX",),
+        versions={"kvferry": "0.1.0"},
+        machine="m",
+        wall_s=1.5e9,
+    ),
+    wire.Probe(host="h", port=5600, sizes=(4096, 8192), piece=4096, limit_s=9.5),
+    wire.Probed(failure="", points=(POINT,), decode=HALF, prefill=HALF),
+    wire.ProbeTarget(probe_id="p", reach=REACH, sizes=(4096,), piece=4096, limit_s=9.5),
+    wire.ProbeReady(probe_id="p", reach=REACH),
+    wire.ProbeNext(probe_id="p"),
+    wire.ProbeTimes(probe_id="p", points=(POINT,), half=HALF),
+    wire.ProbeFailed(probe_id="p", reason="r"),
 ]
 
 

@@ -42,17 +42,21 @@ class NixlFabric:
 
     def __init__(self, name: str, backends: tuple[str, ...] = ("UCX",), num_threads: int = 0) -> None:
         api = _load()
-        self._errors: tuple[type[Exception], ...] = (Exception,)
         self._name = f"{name}-{secrets.token_hex(6)}"
-        config = api.nixl_agent_config(enable_prog_thread=False, num_threads=num_threads, backends=list(backends))
-        try:
-            self._agent = api.nixl_agent(self._name, config)
-        except RuntimeError as error:
-            raise FabricError(f"NIXL agent did not start with backends {', '.join(backends)}: {error}") from error
         bindings = importlib.import_module(api.__name__.replace("_api", "_bindings"))
         # NIXL's exceptions have no base of their own: each is a direct child of Exception.
         found = [one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
-        self._errors = (*found, RuntimeError, ValueError)
+        self._errors: tuple[type[Exception], ...] = (*found, RuntimeError, ValueError)
+        config = api.nixl_agent_config(enable_prog_thread=False, num_threads=num_threads, backends=list(backends))
+        try:
+            self._agent = api.nixl_agent(self._name, config)
+        except self._errors as error:
+            raise FabricError(f"NIXL agent did not start with backends {', '.join(backends)}: {error}") from error
+        if not self._agent.backends:
+            raise FabricError(
+                f"NIXL has none of the backends {', '.join(backends)}",
+                hint=f"it has: {', '.join(self._agent.plugin_list)}",
+            )
         self._registered: list[Any] = []
         self._device = "cpu"
         self._closed = False
