@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,34 @@ import aiohttp
 from kvferry.bench.records import Sample
 
 TRANSFER_ID = "x-kvferry-transfer-id"
+LEAD_S = 0.05
+"""Before the first request, so that its body is ready in time."""
+ENCODE_S = 0.2
+"""A body is made so long before it is due: 16,000 tokens take a few milliseconds."""
+
+
+class Pacer:
+    """Sets each event at its time (ascending, of `time.perf_counter`), from a thread: the event loop's own timers have
+    a resolution of a millisecond. Made on the event loop, which owns the events.
+    """
+
+    def __init__(self, times: Sequence[float], turns: Sequence[asyncio.Event]) -> None:
+        self._times, self._turns = times, turns
+        self._loop = asyncio.get_running_loop()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-pacer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for at, turn in zip(self._times, self._turns, strict=True):
+            if self._stopped.wait(max(0.0, at - time.perf_counter())):
+                return
+            self._loop.call_soon_threadsafe(turn.set)
+
+    def stop(self) -> None:
+        """Returns when the thread has ended."""
+        self._stopped.set()
+        self._thread.join()
 
 
 class LoadClient:
@@ -56,33 +85,44 @@ class LoadClient:
         due: Sequence[float],
         done: Callable[[Sample], None] = lambda sample: None,
     ) -> list[Sample]:
-        """Prompt i leaves `due[i]` seconds after now."""
-        begun = time.perf_counter()
+        """Prompt i leaves `due[i]` seconds after now; `due` ascends."""
+        begun = time.perf_counter() + LEAD_S
 
-        async def send(index: int, tokens: list[int], at: float) -> Sample:
-            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        async def send(index: int, tokens: list[int], at: float, turn: asyncio.Event) -> Sample:
+            await asyncio.sleep(at - ENCODE_S - time.perf_counter())
+            body = self._encoded(tokens)
+            await turn.wait()
             async with self._turns:
-                sample = await self.ask(index, tokens, at)
+                sample = await self._ask(index, len(tokens), body, at)
             done(sample)
             return sample
 
+        turns = [asyncio.Event() for _ in due]
         tasks = [
-            asyncio.create_task(send(index, tokens, begun + offset))
-            for (index, tokens), offset in zip(prompts, due, strict=True)
+            asyncio.create_task(send(index, tokens, begun + offset, turn))
+            for (index, tokens), offset, turn in zip(prompts, due, turns, strict=True)
         ]
+        pacer = Pacer([begun + offset for offset in due], turns)
         try:
             return list(await asyncio.gather(*tasks))
         finally:
+            pacer.stop()
             for task in tasks:
                 task.cancel()
 
-    async def ask(self, index: int, tokens: list[int], due: float | None = None) -> Sample:
-        """One request. A failure is told in `error`, never raised."""
+    async def ask(self, index: int, tokens: list[int]) -> Sample:
+        """One request, now. A failure is told in `error`, never raised."""
+        return await self._ask(index, len(tokens), self._encoded(tokens), None)
+
+    def _encoded(self, tokens: list[int]) -> bytes:
+        return json.dumps(self._body(tokens), separators=(",", ":")).encode()
+
+    async def _ask(self, index: int, input_len: int, body: bytes, due: float | None) -> Sample:
         assert self._session is not None
-        body = json.dumps(self._body(tokens), separators=(",", ":")).encode()
-        sample = Sample(index, len(tokens))
+        sample = Sample(index, input_len)
         sent = time.perf_counter()
         due = sent if due is None else due
+        sample.sent_s = sent
         sample.lag_ms = (sent - due) * 1e3
         try:
             url = f"{self._url}/v1/completions"
@@ -130,6 +170,8 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample, due: float) ->
             if "error" in event:
                 sample.error = f"error event: {str(event['error'])[:300]}"
                 return
+            usage = event.get("usage") or {}
+            sample.prompt_tokens = usage.get("prompt_tokens", sample.prompt_tokens)
             total = _tokens_so_far(event, sample.tokens)
             if total <= sample.tokens:
                 continue

@@ -19,13 +19,14 @@ import psutil
 
 from kvferry.bench import evidence, workload
 from kvferry.bench.client import LoadClient
+from kvferry.bench.kv import of_profile
 from kvferry.bench.records import Batch, Sample, Variant, expected_bytes
 from kvferry.errors import KVFerryError
 from kvferry.launch import model as models
 from kvferry.launch.cancel import Cancel
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ProcessDied
-from kvferry.launch.spec import DeploymentSpec, mode_named
+from kvferry.launch.spec import DEFAULT_MODEL, DEFAULT_PROFILE, DeploymentSpec, mode_named
 
 Report = Callable[[str], None]
 FIRST = 1_000_000
@@ -37,7 +38,9 @@ PUBLISHED_ARGS = ("--no-enable-prefix-caching",)
 class Settings:
     modes: Sequence[str]
     as_shipped: Sequence[str] = ()
-    model: str = "smollm2"
+    engine: str = "vllm"
+    profile: str = ""
+    model: str = DEFAULT_MODEL
     dtype: str = "bfloat16"
     input_lens: Sequence[int] = (500,)
     output_tokens: int = 32
@@ -101,8 +104,7 @@ def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) ->
     each gets a second start, and what went wrong is part of the result.
     """
     plan = rounds_plan(settings)
-    path = models.prepare(settings.model, report=report, cancel=cancel)
-    facts = workload.model_facts(path, settings.dtype, settings.vllm_args)
+    facts = _model_facts(settings, report, cancel)
     run = Run(facts.kv_bytes)
     begun = time.monotonic()
     for number, part in enumerate(plan):
@@ -123,6 +125,13 @@ def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) ->
     return run
 
 
+def _model_facts(settings: Settings, report: Report, cancel: Cancel) -> workload.ModelFacts:
+    if settings.engine == "sim":
+        return of_profile(settings.profile, settings.vllm_args)[1]
+    path = models.prepare(settings.model, report=report, cancel=cancel)
+    return workload.model_facts(path, settings.dtype, settings.vllm_args)
+
+
 def _measure(
     settings: Settings,
     part: Slice,
@@ -135,7 +144,9 @@ def _measure(
     load, begun, before = os.getloadavg()[0], time.monotonic(), psutil.cpu_times()
     spec = DeploymentSpec(
         mode=part.variant.mode,
-        model=settings.model,
+        engine=settings.engine,
+        profile=settings.profile or DEFAULT_PROFILE,
+        model=settings.model if settings.engine == "vllm" else "",
         dtype=settings.dtype,
         vllm_args=settings.engine_args(),
         tuned=part.variant.tuned,

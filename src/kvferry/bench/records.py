@@ -38,6 +38,10 @@ class Sample:
     """By the story; None where the mode tells none."""
     hooks_ms: dict[str, float] = field(default_factory=dict)
     """Side -> time of our hooks on its engine thread."""
+    sent_s: float = 0.0
+    """When it was sent, on the client's clock."""
+    prompt_tokens: int | None = None
+    """By the server's count; None where it told none."""
 
     @property
     def tpot_ms(self) -> float | None:

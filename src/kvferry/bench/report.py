@@ -78,7 +78,7 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 
 def text(facts: dict[str, Any]) -> str:
-    parts = [_aligned(_result_rows(facts)), _aligned(_verdict_rows(facts))]
+    parts = [aligned(_result_rows(facts)), aligned(_verdict_rows(facts))]
     return "\n\n".join(part for part in [*parts, "\n".join(_notes(facts))] if part)
 
 
@@ -159,7 +159,7 @@ def _mib(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**20:.1f}"
 
 
-def _aligned(rows: Sequence[Row]) -> str:
+def aligned(rows: Sequence[Row]) -> str:
     """The first column to the left, the others to the right, the last one as it is."""
     if not rows:
         return ""

@@ -20,10 +20,11 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`token_ids`: all but the special ones. `kv_bytes`: of one token, all layers, all KV heads."""
+    """`token_ids`: all but the special ones. `kv_bytes`: of one token, all layers, all `kv_heads`."""
 
     token_ids: npt.NDArray[np.int64]
     kv_bytes: int
+    kv_heads: int = 1
 
 
 def model_facts(folder: Path, dtype: str, vllm_args: Sequence[str] = ()) -> ModelFacts:
@@ -38,7 +39,8 @@ def model_facts(folder: Path, dtype: str, vllm_args: Sequence[str] = ()) -> Mode
     # K and V of each layer: vLLM's AttentionSpec.page_size_bytes divided by its block size.
     kv_bytes = 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * _element_bytes(dtype, vllm_args)
     special = _special_ids(folder, config)
-    return ModelFacts(np.array([i for i in range(int(config["vocab_size"])) if i not in special]), kv_bytes)
+    ids = np.array([i for i in range(int(config["vocab_size"])) if i not in special])
+    return ModelFacts(ids, kv_bytes, kv_heads)
 
 
 def _element_bytes(dtype: str, vllm_args: Sequence[str]) -> int:

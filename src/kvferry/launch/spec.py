@@ -52,9 +52,11 @@ def mode_named(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """One deployment on this machine. `engine` 'sim': kvferry's own, whose time is modelled by `profile`; `vllm_args` then
-    go to it, it knows vLLM's names. `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine, the
-    per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one.
+    """One deployment on this machine.
+
+    `engine` 'sim': kvferry's own, whose time is modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
+    `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
+    the per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one.
     """
 
     mode: str = "push"

@@ -48,7 +48,7 @@ def first_times(story: Sequence[dict[str, Any]]) -> dict[str, float]:
     return times
 
 
-def _actor(story: Sequence[dict[str, Any]], event: str) -> str:
+def actor(story: Sequence[dict[str, Any]], event: str) -> str:
     """Who acts: the side that told of the event, but the router only sees the tokens that D makes."""
     side = next(line["side"] for line in story if line["event"] == event)
     return "D" if event in ("first_token", "last_token") else _WHO.get(side, side)
@@ -77,31 +77,37 @@ def story_lines(story: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width: int = 60) -> list[str]:
-    """One bar per step of `labels` on a common time axis that ends with the first token, where there is one; what goes
-    on after it ends in an arrow. The last line names the steps that are missing.
-    """
+def spans(story: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[tuple[str, str, float, float]]:
+    """(label, event that ends it, begin, end) of each step of `labels` that the story has; wall-clock seconds."""
     times = first_times(story)
-    spans = []
+    found = []
     for label, end_event, start_events in STEPS:
         if label in labels and end_event in times:
             end = times[end_event]
             starts = [times[event] for event in start_events if event in times and times[event] <= end]
-            spans.append((label, end_event, max(starts, default=min(times.values())), end))
-    missing = [label for label in labels if label not in {span[0] for span in spans}]
+            found.append((label, end_event, max(starts, default=min(times.values())), end))
+    return found
+
+
+def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width: int = 60) -> list[str]:
+    """One bar per step of `labels` on a common time axis that ends with the first token, where there is one; what goes
+    on after it ends in an arrow. The last line names the steps that are missing.
+    """
+    times, steps = first_times(story), spans(story, labels)
+    missing = [label for label in labels if label not in {step[0] for step in steps}]
     lines = []
-    if spans:
+    if steps:
         begun = min(times.values())
-        axis_end = times.get("first_token", max(span[3] for span in spans))
+        axis_end = times.get("first_token", max(step[3] for step in steps))
         scale = width / max(axis_end - begun, 1e-9)
-        for label, event, start, end in sorted(spans, key=lambda span: (span[3], span[2])):
+        for label, event, start, end in sorted(steps, key=lambda step: (step[3], step[2])):
             left = min(width - 1, round((start - begun) * scale))
             length = round((end - begun) * scale) - left
             bar = " " * left + ("█" * length if length > 0 else "▏")
             bar = bar if len(bar) <= width else bar[: width - 1] + "→"
             at, took = (end - begun) * 1e3, (end - start) * 1e3
             moved = _moved(story) if event == "posted" else ""
-            who = _actor(story, event)
+            who = actor(story, event)
             lines.append(f"  {who:<6} {label:<13} |{bar:<{width}}| at {at:>8.1f} ms  took {took:.1f}{moved}")
     if missing:
         lines.append(f"  not in the story: {', '.join(missing)}")

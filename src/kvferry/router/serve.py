@@ -119,7 +119,7 @@ class Generation:
         if "X-Request-Id" in self._request.headers:
             self._reply_headers["X-Request-Id"] = self._request.headers["X-Request-Id"]
         for exchange in self._exchanges:
-            exchange.note("received", t=self._received)
+            exchange.note("received", t=self._received, request_id=self._request.headers.get("X-Request-Id", ""))
 
     async def _open(self) -> Sequence[Answer]:
         if len(self._exchanges) == 1:

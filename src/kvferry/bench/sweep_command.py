@@ -1,0 +1,64 @@
+"""`kvferry bench sweep`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from kvferry.bench.arguments import lengths, rates
+from kvferry.bench.load import AUTO, choose
+from kvferry.bench.points import Folder, in_order
+from kvferry.bench.setup_arguments import add_load, add_setup, rules_of, setup_of
+from kvferry.bench.sweep import Sweep
+from kvferry.errors import ConfigError
+from kvferry.launch.cancel import Cancel, Stopped
+from kvferry.launch.commands import say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_setup(parser, "pull,push")
+    add = parser.add_argument
+    add("--qps", type=rates, required=True, metavar="Q1,Q2", help="requests per second")
+    add("--input-lens", type=lengths, required=True, metavar="L1,L2", help="prompt tokens")
+    add("--output-lens", type=lengths, default=[128], metavar="L1,L2", help="output tokens (default: 128)")
+    add("--iterations", type=int, default=1, metavar="I", help="runs of each point, each with other prompts")
+    add("--results", type=Path, required=True, metavar="DIR", help="a file per point; those there are kept")
+    add_load(parser, AUTO, 100)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 0 if every point has a valid result, 1 if one was void, 130 if stopped."""
+    setup, rules = setup_of(args), rules_of(args)
+    if args.iterations < 1:
+        raise ConfigError(f"--iterations: {args.iterations}", hint="expected 1 or more")
+    load = choose(args.load)
+    state = args.state_dir or Path(tempfile.mkdtemp(prefix="kvferry-sweep-"))
+    points = in_order(args.modes, args.qps, args.input_lens, args.output_lens, args.iterations)
+    sweep = Sweep(setup, rules, load, points, Folder(args.results), state)
+    cancel = Cancel()
+    cancel.catch_signals()
+    try:
+        outcome = sweep.run(say, cancel)
+    except Stopped:
+        say("stopped; the same command goes on with the points that are missing")
+        _drop(args, state)
+        return 130
+    except BaseException:
+        _drop(args, state, empty_only=True)
+        raise
+    print(f"{len(outcome.done)} measured, {len(outcome.skipped)} there already, {len(outcome.void)} void")
+    if outcome.void:
+        for point, reason in outcome.void:
+            say(f"kvferry: error: {point.name} is void: {reason}")
+        if not setup.router:
+            say(f"logs and stories: {state}")
+        return 1
+    _drop(args, state)
+    return 0
+
+
+def _drop(args: argparse.Namespace, state: Path, *, empty_only: bool = False) -> None:
+    if not args.state_dir and not (empty_only and any(state.iterdir())):
+        shutil.rmtree(state, ignore_errors=True)
