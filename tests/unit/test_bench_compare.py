@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvferry.bench import compare, evidence, main, report, workload
+from kvferry.bench import compare, compare_command, evidence, report, workload
 from kvferry.bench.compare import Run, Settings, rounds_plan
 from kvferry.bench.evidence import Counters, check_answers, check_moved
 from kvferry.bench.records import Batch, Sample, Variant, VoidRun
@@ -239,6 +239,9 @@ def test_only_as_shipped_modes_may_fail(model, tmp_path, monkeypatch):
         (["--qps", "0"], "not above 0"),
         (["--engine", "vlm"], "engine"),
         (["--vllm-arg=--port=1"], "set by kvferry"),
+        (["--profile", "instant"], "is for --engine sim"),
+        (["--engine", "sim", "--modes", "push,upstream-push"], "'upstream-push' needs vLLM engines"),
+        (["--engine", "sim", "--as-shipped", "push"], "no such variant"),
     ],
 )
 def test_bad_arguments_are_one_line(args, said, capsys):
@@ -252,8 +255,8 @@ def test_a_void_run_exits_1_and_writes_nothing(monkeypatch, tmp_path, capsys):
     def void(*_):
         raise VoidRun("push: request 0 failed: 500", hint="logs: here")
 
-    monkeypatch.setattr(main, "compare", void)
-    monkeypatch.setattr(main.Cancel, "catch_signals", lambda self: None)
+    monkeypatch.setattr(compare_command, "compare", void)
+    monkeypatch.setattr(compare_command.Cancel, "catch_signals", lambda self: None)
     out = tmp_path / "out.json"
     assert cli(["bench", "compare", "--state-dir", str(tmp_path / "s"), "--json", str(out)]) == 1
     assert "kvferry: error: push: request 0 failed: 500 (logs: here)" in capsys.readouterr().err

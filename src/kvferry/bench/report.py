@@ -83,11 +83,13 @@ def text(facts: dict[str, Any]) -> str:
 
 
 def markdown(facts: dict[str, Any]) -> str:
-    about = facts["environment"]
+    about, settings = facts["environment"], facts["environment"]["settings"]
+    sim = settings["engine"] == "sim"
+    served = f"modelled engine, profile {settings['profile']}" if sim else f"model {settings['model']}"
     head = (
         f"{about['date']}: {about['cores']} cores of {about['cpu_model']}, {about['memory_gib']} GiB, vLLM "
         f"{about['vllm']}, torch {about['torch']}, nixl {about['nixl']}, kvferry {about['kvferry']}, Python "
-        f"{about['python']}, model {about['settings']['model']}, seed {about['seed']}, load average before "
+        f"{about['python']}, {served}, seed {about['seed']}, load average before "
         f"{facts['slices'][0]['loadavg_1m_before']}."
     )
     tables = [_piped(_result_rows(facts)), _piped(_verdict_rows(facts))]

@@ -54,7 +54,7 @@ def mode_named(name: str) -> Mode:
 class DeploymentSpec:
     """One deployment on this machine.
 
-    `engine` 'sim': kvferry's own, whose time is modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
+    `engine` 'sim': kvferry's own, its time modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
     `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
     the per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one.
     """

@@ -1,0 +1,61 @@
+#!/bin/sh
+# Ends what serve_pd.sh (server) or run_sweep.sh (proxy: the router) started on this machine and left running.
+#
+#   scripts/cleanup.sh proxy|server
+#
+# Nothing that these scripts have not started is touched. Nothing there: says so, and is no failure.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/pd_common.sh"
+
+[ $# = 1 ] || fail "say what to end: proxy or server"
+one_of "what to end" "$1" proxy server
+[ -d "$RUN_DIR" ] || { echo "no $1 runs"; exit 0; }
+exec "$PYTHON" - "$RUN_DIR" "$1" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def ours(pid: int, started: float, marker: str) -> list[psutil.Process]:
+    """The process, if it is still this very one, its descendants, and what else carries the marker."""
+    found = {}
+    try:
+        leader = psutil.Process(pid)
+        if abs(leader.create_time() - started) < 0.05:
+            found |= {process.pid: process for process in [leader, *leader.children(recursive=True)]}
+    except psutil.Error:
+        pass
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("KVFERRY_TREE") == marker:
+                found[process.pid] = process
+        except psutil.Error:
+            continue
+    return [process for process in found.values() if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def send(processes, signal: str) -> None:
+    for process in processes:
+        try:
+            getattr(process, signal)()
+        except psutil.Error:
+            continue
+
+
+ended = []
+for path in sorted(Path(sys.argv[1]).glob(f"{sys.argv[2]}*")):
+    pid, started, marker = path.read_text().split()
+    everything = ours(int(pid), float(started), marker)
+    if everything:
+        send([process for process in everything if process.pid == int(pid)] or everything, "terminate")
+        _, left = psutil.wait_procs(everything, timeout=15)
+        send({*left, *ours(int(pid), float(started), marker)}, "kill")
+        _, left = psutil.wait_procs(left, timeout=5)
+        if left:
+            sys.exit(f"cleanup.sh: error: still running: {', '.join(str(process.pid) for process in left)}")
+        ended.append(path.name)
+    path.unlink()
+print(f"ended: {', '.join(ended)}" if ended else f"no {sys.argv[2]} runs")
+PYTHON
