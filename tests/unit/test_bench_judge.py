@@ -2,80 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from bench_parts import EXPECTED, KV, job, run, sample, stories, told
 
 from kvferry.bench.judge import judge
 from kvferry.bench.kv import KvFacts, of_profile
-from kvferry.bench.load import Job, LoadRun
 from kvferry.bench.records import Sample
-from kvferry.bench.witness import Stories, Told, Transfer
-from kvferry.bench.workload import ModelFacts
+from kvferry.bench.witness import Stories
 from kvferry.launch.spec import mode_named
-
-KV = KvFacts(token_bytes=100, block_size=16)
-EXPECTED = 3 * 16 * 100  # 40 of 41 prompt tokens, in whole blocks
-
-
-def job(**other: Any) -> Job:
-    facts: dict[str, Any] = {
-        "url": "http://x",
-        "model": "m",
-        "words": ModelFacts(np.arange(9), 1),
-        "tokenizer": None,
-        "input_len": 41,
-        "output_len": 4,
-        "qps": 10.0,
-        "num": 3,
-        "arrival": "poisson",
-        "seed": 0,
-        "warm_ups": 2,
-        "timeout_s": 1.0,
-        "log": Path("log"),
-    }
-    return Job(**{**facts, **other})
-
-
-def sample(index: int, **other: Any) -> Sample:
-    made = Sample(index, 41, f"t{index}", ttft_ms=100.0, e2e_ms=130.0, itl_ms=[10.0] * 3, first_tokens=1, tokens=4)
-    made.lag_ms, made.prompt_tokens = 1.0, 41
-    for name, value in other.items():
-        setattr(made, name, value)
-    return made
-
-
-def run(**other: Any) -> LoadRun:
-    facts: dict[str, Any] = {
-        "samples": [sample(index) for index in range(3)],
-        "duration_s": 10.0,
-        "starts_s": [0.0, 0.1, 0.2],
-        "warm_ups": 2,
-        "lag_source": "a clock",
-    }
-    return LoadRun(**{**facts, **other})
-
-
-def stories(**moved: int) -> Stories:
-    made = Stories([])
-    for index in range(3):
-        nbytes = moved.get(f"t{index}", EXPECTED)
-        made.transfers[f"t{index}"] = Transfer(nbytes, 4, 1, computed=10.0, landed=10.0 + 0.001 * (index + 1))
-    return made
-
-
-def told(**other: Any) -> Told:
-    counted = {"local_compute": 5.0, "local_cache_hit": 0.0, "external_kv_transfer": 200.0}
-    facts: dict[str, Any] = {"by_role": {"decode": counted}, "nixl_bytes": None, "late_s": {}}
-    return Told(**{**facts, **other})
 
 
 def kinds(mode: str = "push", **other: Any) -> list[str]:
     made = other.get("run", run())
     account = judge(
-        other.get("job", job()), made, mode_named(mode), other.get("kv", KV), other.get("stories", stories()),
+        other.get("job", job()),
+        made,
+        mode_named(mode),
+        other.get("kv", KV),
+        other.get("stories", stories()),
         other.get("told", told()),
     )
     return [reason.kind for reason in account.reasons]
@@ -109,8 +55,12 @@ def test_answers(samples: list[Sample], kind: str) -> None:
 
 def test_a_prompt_of_another_length_says_so() -> None:
     account = judge(
-        job(), run(samples=[sample(0), sample(1), sample(2, prompt_tokens=39)]), mode_named("colocated"), KV,
-        stories(), told(),
+        job(),
+        run(samples=[sample(0), sample(1), sample(2, prompt_tokens=39)]),
+        mode_named("colocated"),
+        KV,
+        stories(),
+        told(),
     )
     assert "1 prompts have not 41 tokens, the first has 39" in account.reasons[0].text
 

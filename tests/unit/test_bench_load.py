@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.test_bench_judge import job
+from bench_parts import job
 
 from kvferry.bench import load, load_aiperf, load_vllm, vllm_serve
 from kvferry.errors import ConfigError

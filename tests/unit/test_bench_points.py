@@ -112,7 +112,9 @@ def test_lists_take_commas_and_blanks() -> None:
     assert rates("0.5 8") == [0.5, 8.0]
 
 
-@pytest.mark.parametrize(("read", "text"), [(lengths, "10,x"), (lengths, "1"), (lengths, "5,5"), (rates, "0"), (rates, "inf")])
+@pytest.mark.parametrize(
+    ("read", "text"), [(lengths, "10,x"), (lengths, "1"), (lengths, "5,5"), (rates, "0"), (rates, "inf")]
+)
 def test_bad_lists(read: object, text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=text):
         read(text)  # type: ignore[operator]
