@@ -13,9 +13,21 @@ one_of "what to end" "$1" proxy server
 [ -d "$RUN_DIR" ] || { echo "no $1 runs"; exit 0; }
 exec "$PYTHON" - "$RUN_DIR" "$1" <<'PYTHON'
 import sys
+import time
 from pathlib import Path
 
 import psutil
+
+
+def alive(processes) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def ours(pid: int, started: float, marker: str) -> list[psutil.Process]:
@@ -33,7 +45,7 @@ def ours(pid: int, started: float, marker: str) -> list[psutil.Process]:
                 found[process.pid] = process
         except psutil.Error:
             continue
-    return [process for process in found.values() if process.status() != psutil.STATUS_ZOMBIE]
+    return alive(found.values())
 
 
 def send(processes, signal: str) -> None:
@@ -44,17 +56,28 @@ def send(processes, signal: str) -> None:
             continue
 
 
+def left(everything, who, seconds: float) -> list[psutil.Process]:
+    """What still runs of these, or of what they started meanwhile, at the latest after so long."""
+    until = time.monotonic() + seconds
+    while True:
+        found = {process.pid: process for process in [*alive(everything), *ours(*who)]}
+        if not found or time.monotonic() > until:
+            return list(found.values())
+        time.sleep(0.1)
+
+
 ended = []
 for path in sorted(Path(sys.argv[1]).glob(f"{sys.argv[2]}*")):
-    pid, started, marker = path.read_text().split()
-    everything = ours(int(pid), float(started), marker)
+    number, start, marker = path.read_text().split()
+    who = (int(number), float(start), marker)
+    everything = ours(*who)
     if everything:
-        send([process for process in everything if process.pid == int(pid)] or everything, "terminate")
-        _, left = psutil.wait_procs(everything, timeout=15)
-        send({*left, *ours(int(pid), float(started), marker)}, "kill")
-        _, left = psutil.wait_procs(left, timeout=5)
-        if left:
-            sys.exit(f"cleanup.sh: error: still running: {', '.join(str(process.pid) for process in left)}")
+        leader = [process for process in everything if process.pid == who[0]]
+        send(leader or everything, "terminate")
+        send(left(everything, who, 15), "kill")
+        stubborn = left(everything, who, 5)
+        if stubborn:
+            sys.exit(f"cleanup.sh: error: still running: {', '.join(str(process.pid) for process in stubborn)}")
         ended.append(path.name)
     path.unlink()
 print(f"ended: {', '.join(ended)}" if ended else f"no {sys.argv[2]} runs")

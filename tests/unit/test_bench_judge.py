@@ -66,8 +66,8 @@ def test_a_prompt_of_another_length_says_so() -> None:
 
 
 def test_warm_up() -> None:
-    assert kinds(job=job(warm_ups=0)) == ["warm-up"]
-    assert kinds(run=run(warm_ups=1)) == ["warm-up"]
+    assert "warm-up" in kinds(job=job(warm_ups=0))
+    assert "warm-up" in kinds(run=run(warm_ups=1))
 
 
 @pytest.mark.parametrize(("lag_ms", "void"), [(1.99, False), (2.01, True)])

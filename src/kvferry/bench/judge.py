@@ -117,8 +117,8 @@ def moved(
     reasons: list[Reason] = []
     total = len(run.samples) + run.warm_ups
     computed = told.tokens("decode", "local_compute")
-    if computed is not None and computed > total:
-        said = f"decode computed {computed:.0f} prompt tokens of {total} requests itself"
+    if computed is not None and computed > (sent := len(run.samples) + max(job.warm_ups, run.warm_ups)):
+        said = f"decode computed {computed:.0f} prompt tokens of {sent} requests itself"
         reasons.append(Reason("transfer", f"{said}, one each is its share"))
     if mode.connector == "kvferry" and stories.told:
         wrong, facts = _by_story(run, kv, stories)
