@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from kvferry.bench.environment import environment
 from kvferry.bench.goodput import SHARE, ModeResult, Objectives, Workload, search_modes
 from kvferry.bench.load import choose
 from kvferry.bench.report import aligned, write_json
-from kvferry.bench.setup_arguments import add_load, add_setup, rules_of, setup_of
+from kvferry.bench.setup_arguments import add_load, add_setup, drop, rules_of, setup_of, state_folder
 from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Cancel, Stopped
 from kvferry.launch.commands import say
@@ -57,26 +54,26 @@ def run(args: argparse.Namespace) -> int:
     load = choose(args.load)
     work = Workload(args.input_len, args.output_len, args.start, args.floor, args.ceiling, args.seconds)
     goals = Objectives(args.ttft, args.itl)
-    state = args.state_dir or Path(tempfile.mkdtemp(prefix="kvferry-goodput-"))
     cancel = Cancel()
     cancel.catch_signals()
-    try:
-        results = search_modes(setup, args.modes, rules, work, goals, load, state, say, cancel)
-    except Stopped:
-        say("stopped")
-        return 130
-    print(table(results))
-    if args.json:
-        write_json(args.json, facts_of(results, setup.facts(), rules.facts(), work, goals, load.name))
-    sys.stdout.flush()
-    void = [result for result in results if result.void]
-    for result in void:
-        say(f"kvferry: error: {result.void}")
-    if void:
-        say(f"logs and stories: {state}")
-        return 1
-    if not args.state_dir:
-        shutil.rmtree(state, ignore_errors=True)
+    with state_folder(args.state_dir, "kvferry-goodput-") as state:
+        try:
+            results = search_modes(setup, args.modes, rules, work, goals, load, state, say, cancel)
+        except Stopped:
+            say("stopped")
+            drop(args.state_dir, state)
+            return 130
+        print(table(results), flush=True)
+        if args.json:
+            write_json(args.json, facts_of(results, setup.facts(), rules.facts(), work, goals, load.name))
+        void = [result for result in results if result.void]
+        for result in void:
+            say(f"kvferry: error: {result.void}")
+        if void:
+            if not setup.router:
+                say(f"logs and stories: {state}")
+            return 1
+        drop(args.state_dir, state)
     return 0
 
 

@@ -34,15 +34,17 @@ class VllmLoad:
     def run(self, job: Job, cancel: Cancel, progress: Callable[[str], None]) -> LoadRun:
         with external.scratch("kvferry-load-") as (folder, guard):
             argv = self.command(job, folder, prefix := f"kvb-{secrets.token_hex(4)}-")
-            env = {**os.environ, **QUIET_ENV, NOTES: str(folder / "notes.json"), "TOKENIZERS_PARALLELISM": "false"}
+            notes = folder / "notes.json"
+            ours = {NOTES: str(notes), "TMPDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
+            env = {**os.environ, **QUIET_ENV, **ours}
             limit = START_S + job.num / job.qps * 2 + job.timeout_s
             broken = external.run(argv, env, job.log, guard, cancel, progress, limit_s=limit)
             if broken:
                 return LoadRun([], 0.0, [], 0, "", command=argv, broken=broken)
             result = json.loads((folder / "result.json").read_text())
-            notes = json.loads((folder / "notes.json").read_text())
+            noted = json.loads(notes.read_text())
         ids = [f"{prefix}{i}" for i in range(job.num)]
-        return load_run(result, notes, argv, ids)
+        return load_run(result, noted, argv, ids)
 
     def command(self, job: Job, folder: Path, prefix: str) -> list[str]:
         return [

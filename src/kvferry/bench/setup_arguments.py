@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry.bench.arguments import words
@@ -112,3 +115,25 @@ def rules_of(args: argparse.Namespace) -> Rules:
         if value < least:
             raise ConfigError(f"{name}: {value:g}", hint=f"expected {least:g} or more")
     return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout)
+
+
+@contextmanager
+def state_folder(given: Path | None, prefix: str) -> Iterator[Path]:
+    """The folder for logs and stories: `given`, or one of our own, which is left only if it holds something and the
+    caller has not removed it.
+    """
+    if given is not None:
+        yield given
+        return
+    made = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield made
+    finally:
+        if made.is_dir() and not any(path.is_file() for path in made.rglob("*")):
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def drop(given: Path | None, made: Path) -> None:
+    """Remove a folder of our own with all that is in it."""
+    if given is None:
+        shutil.rmtree(made, ignore_errors=True)

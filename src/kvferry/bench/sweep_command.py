@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from pathlib import Path
 
 from kvferry.bench.arguments import lengths, rates
 from kvferry.bench.load import AUTO, choose
 from kvferry.bench.points import Folder, in_order
-from kvferry.bench.setup_arguments import add_load, add_setup, rules_of, setup_of
+from kvferry.bench.setup_arguments import add_load, add_setup, drop, rules_of, setup_of, state_folder
 from kvferry.bench.sweep import Sweep
 from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Cancel, Stopped
@@ -34,31 +32,22 @@ def run(args: argparse.Namespace) -> int:
     if args.iterations < 1:
         raise ConfigError(f"--iterations: {args.iterations}", hint="expected 1 or more")
     load = choose(args.load)
-    state = args.state_dir or Path(tempfile.mkdtemp(prefix="kvferry-sweep-"))
     points = in_order(args.modes, args.qps, args.input_lens, args.output_lens, args.iterations)
-    sweep = Sweep(setup, rules, load, points, Folder(args.results), state)
     cancel = Cancel()
     cancel.catch_signals()
-    try:
-        outcome = sweep.run(say, cancel)
-    except Stopped:
-        say("stopped; the same command goes on with the points that are missing")
-        _drop(args, state)
-        return 130
-    except BaseException:
-        _drop(args, state, empty_only=True)
-        raise
-    print(f"{len(outcome.done)} measured, {len(outcome.skipped)} there already, {len(outcome.void)} void")
-    if outcome.void:
+    with state_folder(args.state_dir, "kvferry-sweep-") as state:
+        try:
+            outcome = Sweep(setup, rules, load, points, Folder(args.results), state).run(say, cancel)
+        except Stopped:
+            say("stopped; the same command goes on with the points that are missing")
+            drop(args.state_dir, state)
+            return 130
+        print(f"{len(outcome.done)} measured, {len(outcome.skipped)} there already, {len(outcome.void)} void")
         for point, reason in outcome.void:
             say(f"kvferry: error: {point.name} is void: {reason}")
-        if not setup.router:
-            say(f"logs and stories: {state}")
-        return 1
-    _drop(args, state)
+        if outcome.void:
+            if not setup.router:
+                say(f"logs and stories: {state}")
+            return 1
+        drop(args.state_dir, state)
     return 0
-
-
-def _drop(args: argparse.Namespace, state: Path, *, empty_only: bool = False) -> None:
-    if not args.state_dir and not (empty_only and any(state.iterdir())):
-        shutil.rmtree(state, ignore_errors=True)
