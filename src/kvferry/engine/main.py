@@ -22,9 +22,8 @@ from kvferry.engine.profile import Profile, load, shipped
 from kvferry.engine.server import Server, ServerConfig
 from kvferry.engine.text import BUILTIN, Tokenizer, open_tokenizer
 from kvferry.errors import ConfigError, KVFerryError, unknown_name
+from kvferry.listener import bind, not_listening, runner, url_of
 
-MAX_HEADER_BYTES = 64 * 1024
-"""One header line, as uvicorn allows it."""
 DRAIN_S = 0.5
 """A stop waits this long for running requests, then cancels them."""
 BACKLOG = 2048
@@ -132,30 +131,6 @@ def _transfer_config(text: str | None) -> Mapping[str, Any] | None:
     return {"engine_id": uuid.uuid4().hex} | config
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Taken before anything else starts; nobody can connect yet. Raises `ConfigError`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise _not_listening(host, port, error) from None
-    return listener
-
-
-def _not_listening(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {host} port {port}: {error.strerror or error}", hint="choose another with --port or --host"
-    )
-
-
 async def serve(engine: EngineConfig, config: ServerConfig, tokenizer: Tokenizer, listener: socket.socket) -> None:
     """Until a signal asks it to stop. Raises `KVFerryError` if it cannot start, `EngineDied` if its thread ended."""
     stop = asyncio.Event()
@@ -174,27 +149,19 @@ async def serve(engine: EngineConfig, config: ServerConfig, tokenizer: Tokenizer
 
 
 async def _listen_until(stop: asyncio.Event, server: Server, listener: socket.socket) -> None:
-    runner = web.AppRunner(
-        server.app(),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=DRAIN_S,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-    )
-    await runner.setup()
+    served = runner(server.app(), DRAIN_S)
+    await served.setup()
     watch, stopped = asyncio.create_task(server.watch()), asyncio.create_task(stop.wait())
     try:
-        host, port = listener.getsockname()[:2]
         try:
-            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+            await web.SockSite(served, listener, backlog=BACKLOG).start()
         except OSError as error:
-            raise _not_listening(host, port, error) from None
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"listening {url}", flush=True)
+            host, port = listener.getsockname()[:2]
+            raise not_listening(host, port, error) from None
+        print(f"listening {url_of(listener)}", flush=True)
         await asyncio.wait({watch, stopped}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await runner.cleanup()
+        await served.cleanup()
         for task in (watch, stopped):
             task.cancel()
         await asyncio.gather(watch, stopped, return_exceptions=True)

@@ -29,6 +29,7 @@ from kvferry.engine.replies import JSON, Prompt, Replies, encode, error_body
 from kvferry.engine.request import Output, Request
 from kvferry.engine.text import Chat, Tokenizer
 from kvferry.errors import ConfigError, EngineError, KVFerryError
+from kvferry.observe.metrics import CONTENT_TYPE
 
 log = logging.getLogger("kvferry.engine")
 
@@ -283,9 +284,7 @@ class Server:
         return web.Response(status=200 if self.engine.death is None else 503)
 
     async def exposition(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(
-            body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return _reply({"version": version("kvferry")})

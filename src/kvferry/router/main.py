@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from typing import get_args
@@ -14,15 +13,15 @@ from typing import get_args
 import msgspec
 from aiohttp import web
 
-from kvferry.errors import ConfigError, unknown_name
+from kvferry.errors import unknown_name
+from kvferry.listener import bind, not_listening, runner, url_of
 from kvferry.router.app import SERVICES, build_app
 from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.pool import Pool
 from kvferry.router.spec import parse_spec
 
 SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
-MAX_HEADER_BYTES = 64 * 1024
-"""One header line, as uvicorn allows it."""
+BACKLOG = 1024
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
 
@@ -98,14 +97,7 @@ class Running:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._app = build_app(config)
-        self._runner = web.AppRunner(
-            self._app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=DRAIN_S,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-        )
+        self._runner = runner(self._app, DRAIN_S)
         self.url = ""
 
     @property
@@ -114,37 +106,20 @@ class Running:
 
     async def __aenter__(self) -> Running:
         """Raises `ConfigError` if the address cannot be bound."""
-        listener = _listen(self._config.host, self._config.port)
+        host, port = self._config.host, self._config.port
+        listener = bind(host, port)
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise not_listening(host, port, error) from None
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = url_of(listener)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Taken before anything else starts, so that a port in use costs nothing and is all that is said."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {said}", hint="choose another with --port or --host"
-        ) from None
-    return listener
 
 
 async def _serve(config: RouterConfig) -> None:

@@ -1,0 +1,54 @@
+"""Listening for HTTP, in the same way wherever we serve: router and engine."""
+
+from __future__ import annotations
+
+import socket
+
+from aiohttp import web
+
+from kvferry.errors import ConfigError
+
+MAX_HEADER_BYTES = 64 * 1024
+"""One header line, as uvicorn allows it."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Taken before anything else starts, so that a port in use costs nothing and is all that is said; nobody can
+    connect before it listens. Raises `ConfigError`.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise not_listening(host, port, error) from None
+    return listener
+
+
+def not_listening(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
+    said = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot listen on {host} port {port}: {said}", hint="choose another with --port or --host")
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def runner(app: web.Application, drain_s: float) -> web.AppRunner:
+    """`drain_s`: a stop waits so long for running requests, then cancels them; so does a client that leaves."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=drain_s,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+    )
