@@ -40,7 +40,7 @@ def test_the_same_bytes_and_sums(cell: int, device: str) -> None:
         at += step
     for memory in (plain, other):
         memory.flip(int(table[3]), plain.block_bytes - 1, 0x81)
-    assert other.tensor.cpu().numpy().tobytes() == plain.array.tobytes()
+    assert other.array.cpu().numpy().tobytes() == plain.array.tobytes()
     logical = np.arange(9, dtype=np.int64)
     lengths = np.array([8] * 8 + [6], dtype=np.int64)
     assert (other.sums(table, logical, lengths) == plain.sums(table, logical, lengths)).all()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from kvferry.engine.memory import Memory
+from kvferry.engine.memory import KvMemory
 from kvferry.errors import ConfigError
 from kvferry.ids import TransferId
 from kvferry.protocol import codec
@@ -108,7 +108,7 @@ class Faults:
     die_at: str = ""
     freeze_s: float = 0.0
 
-    def set(self, raw: Mapping[str, Any], memory: Memory) -> None:
+    def set(self, raw: Mapping[str, Any], memory: KvMemory) -> None:
         """Arm one. Raises `ConfigError`."""
         fault = parse(raw)
         if isinstance(fault, Freeze):
@@ -139,7 +139,7 @@ class Faults:
             time.sleep(seconds)
 
 
-def damage(memory: Memory, fault: Corrupt, block: int, tokens: int | None = None) -> None:
+def damage(memory: KvMemory, fault: Corrupt, block: int, tokens: int | None = None) -> None:
     """`tokens`: how many the block holds at least; None: all."""
     offset = fault.offset
     if offset is None:

@@ -19,7 +19,7 @@ from kvferry.config import connector_config
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.content import U64
 from kvferry.engine.faults import Faults, FaultyChannel, FaultyStory, MakeFabric, damage
-from kvferry.engine.memory import KvMemory, Memory
+from kvferry.engine.memory import KvMemory
 from kvferry.ids import EngineId
 from kvferry.story import story_side
 
@@ -78,7 +78,6 @@ class Rank:
         self.faults = Faults()
         heads = config.heads_of(rank)
         shape = (config.profile.shape.layers, config.num_blocks, heads, config.block_size, config.cell_bytes)
-        self._memory: Memory
         if config.device == "cpu":
             self._memory = KvMemory(*shape)
         else:
@@ -206,9 +205,9 @@ class Rank:
 
 
 def device_of(device: str, rank: int) -> str:
-    """'cuda' gives each rank its own device, 'cuda:N' begins at N."""
+    """Rank r's device where the engine's is 'cuda:N': the one that is r further on."""
     kind, _, first = device.partition(":")
-    return f"{kind}:{int(first or 0) + rank}" if first.isdigit() or not first else device
+    return f"{kind}:{int(first) + rank}"
 
 
 def _ints(values: list[int]) -> NDArray[np.int64]:
