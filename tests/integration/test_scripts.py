@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bench_parts import tiny_model
 from golden import Golden
 
 ROOT = Path(__file__).parents[2]
@@ -198,11 +199,7 @@ def test_cleanup_leaves_a_process_alone_that_only_has_the_pid(box: Box) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
-    return folder
+    return tiny_model(tmp_path / "model")
 
 
 def test_a_sweep_over_a_router_that_runs(box: Box, tmp_path: Path, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,11 @@ def told(**other: Any) -> Told:
     counted = {"local_compute": 5.0, "local_cache_hit": 0.0, "external_kv_transfer": 200.0}
     facts: dict[str, Any] = {"by_role": {"decode": counted}, "nixl_bytes": None, "late_s": {}}
     return Told(**{**facts, **other})
+
+
+def tiny_model(folder: Path) -> Path:
+    """Enough of a model's files for prompts of token ids."""
+    folder.mkdir()
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
+    return folder

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from doctor_parts import LAYOUT as BARE
+from doctor_parts import PLANE
 from msgspec.structs import replace
 
 from kvferry.doctor.fit import judge_clock, judge_models, judge_one, judge_pair, shares
 from kvferry.doctor.target import parse_target
 from kvferry.errors import ConfigError
-from kvferry.protocol.messages import Inspection, Layout, Plane
+from kvferry.protocol.messages import Inspection
 
-PLANE = Plane(base=4096, block_stride=4096, head_stride=1024, token_bytes=64)
-LAYOUT = Layout(
-    planes=(PLANE, PLANE),
-    num_blocks=64,
-    block_size=16,
-    heads=4,
-    total_heads=4,
-    divisible=True,
-    device="cpu",
+LAYOUT = replace(
+    BARE,
     fingerprint={"model": "m#1", "dtype": "bfloat16", "kv_cache_dtype": "auto", "kv_packing": "plain"},
 )
 
@@ -62,7 +57,11 @@ def test_equal_engines_fit():
         ({"block_size": 24}, "block size", "prefill has 16, decode has 24"),
         ({"block_size": 32, "divisible": False}, "block size", "prefill has 16, decode has 32"),
         ({"planes": (PLANE,)}, "KV layout", "number of planes differs"),
-        ({"planes": (PLANE, replace(PLANE, token_bytes=32))}, "KV layout", "planes[1].token_bytes differs"),
+        (
+            {"planes": (PLANE, replace(PLANE, token_bytes=32))},
+            "KV layout",
+            "planes[1].token_bytes differs",
+        ),
     ],
 )
 def test_each_difference_is_named_and_no_other(change, check, says):

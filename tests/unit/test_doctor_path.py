@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from doctor_parts import LAYOUT
 from msgspec.structs import replace
 
 from kvferry.doctor.findings import exit_code, fail, ok, warn
 from kvferry.doctor.path import Way, family, get_over_put, judge
 from kvferry.doctor.predict import advise, amount, duration, per_descriptor, predict
 from kvferry.protocol.layout import HeadShare
-from kvferry.protocol.messages import Half, Layout, Plane, Point, Probed, Route
+from kvferry.protocol.messages import Half, Point, Probed, Route
 
-PLANE = Plane(base=4096, block_stride=4096, head_stride=1024, token_bytes=64)
-LAYOUT = Layout(
-    planes=(PLANE, PLANE),
-    num_blocks=64,
-    block_size=16,
-    heads=4,
-    total_heads=4,
-    divisible=True,
-    device="cpu",
-    fingerprint={},
-)
 SIZES = tuple(4096 << 2 * i for i in range(8))
 SHARE = HeadShare(p_rank=0, src_head_start=0, dst_head_start=0, count=4)
 

@@ -10,13 +10,15 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 
 from kvferry.bench.records import Sample
+from kvferry.launch.cancel import Cancel
 
+T = TypeVar("T")
 TRANSFER_ID = "x-kvferry-transfer-id"
 LEAD_S = 0.05
 """Before the first request, so that its body is ready in time."""
@@ -194,3 +196,18 @@ def _tokens_so_far(event: dict[str, Any], before: int) -> int:
         return before
     usage = event.get("usage")
     return int(usage["completion_tokens"]) if usage else before + 1
+
+
+def until_stopped(work: Coroutine[Any, Any, T], cancel: Cancel) -> T:
+    """The result of `work` on an event loop of its own. Raises `Stopped` within moments of a request to stop."""
+
+    async def watch() -> T:
+        task = asyncio.create_task(work)
+        while not (await asyncio.wait({task}, timeout=0.2))[0]:
+            if cancel.count:
+                task.cancel()
+                await asyncio.wait({task})
+                cancel.check()
+        return task.result()
+
+    return asyncio.run(watch())

@@ -7,10 +7,9 @@ alike. The prompts are the same in every mode.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import psutil
 
 from kvferry.bench import evidence, workload
-from kvferry.bench.client import LoadClient
+from kvferry.bench.client import LoadClient, until_stopped
 from kvferry.bench.kv import of_profile
 from kvferry.bench.records import Batch, Sample, Variant, expected_bytes
+from kvferry.bench.target import PUBLISHED_ARGS, Report, indented
 from kvferry.errors import KVFerryError
 from kvferry.launch import model as models
 from kvferry.launch.cancel import Cancel
@@ -28,10 +28,8 @@ from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ProcessDied
 from kvferry.launch.spec import DEFAULT_MODEL, DEFAULT_PROFILE, DeploymentSpec, mode_named
 
-Report = Callable[[str], None]
 FIRST = 1_000_000
 """Prompts of first requests are numbered from here, so that none is a measured one."""
-PUBLISHED_ARGS = ("--no-enable-prefix-caching",)
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def _measure(
     counted: list[evidence.Counters] = []
     hint = f"logs: {state / 'logs'}"
     split = mode_named(spec.mode).split
-    deployment = Deployment(spec, report=_quieter(report), cancel=cancel)
+    deployment = Deployment(spec, report=indented(report), cancel=cancel)
     try:
         with deployment:
             ready_s = time.monotonic() - begun
@@ -200,10 +198,6 @@ def _measure(
     )
 
 
-def _quieter(report: Report) -> Report:
-    return lambda line: None if ": loading " in line else report(f"  {line}")
-
-
 def _ask(
     settings: Settings,
     deployment: Deployment,
@@ -229,13 +223,4 @@ def _ask(
             due = workload.send_times(len(prompts), qps, settings.arrival, settings.seed)
             return await client.at_times(prompts, due, done)
 
-    async def until_stopped() -> list[Sample]:
-        asking = asyncio.create_task(drive())
-        while not (await asyncio.wait({asking}, timeout=0.2))[0]:
-            if cancel.count:
-                asking.cancel()
-                await asyncio.wait({asking})
-                cancel.check()
-        return asking.result()
-
-    return asyncio.run(until_stopped())
+    return until_stopped(drive(), cancel)

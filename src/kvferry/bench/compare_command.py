@@ -11,11 +11,11 @@ from pathlib import Path
 from kvferry.bench import report as reports
 from kvferry.bench.arguments import lengths, words
 from kvferry.bench.compare import Settings, compare, rounds_plan
-from kvferry.bench.setup_arguments import DEFAULT_PROFILE
-from kvferry.errors import ConfigError, unknown_name
+from kvferry.bench.setup_arguments import MEASURED_PROFILE, check_modes, profile_of
+from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Cancel, Stopped
 from kvferry.launch.commands import say
-from kvferry.launch.spec import ENGINES, OWNED_ARGS, mode_named
+from kvferry.launch.spec import ENGINES
 
 VLLM_MODES = ["push", "upstream-push", "pull", "upstream-pull", "colocated"]
 SIM_MODES = ["push", "pull", "pull-inline", "colocated"]
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", default="vllm", help=f"one of: {', '.join(ENGINES)} (default: vllm)")
     add("--model", default=default.model, help="smollm2, or the folder of a model (default: smollm2)")
     add("--dtype", default=default.dtype, help="of weights and KV (default: bfloat16)")
-    add("--profile", default="", metavar="P", help=f"timing and KV of engine sim (default: {DEFAULT_PROFILE})")
+    add("--profile", default="", metavar="P", help=f"timing and KV of engine sim (default: {MEASURED_PROFILE})")
     add("--modes", type=words, metavar="A,B", help="what to compare (default: all that the engine has)")
     add("--as-shipped", type=words, default=[], metavar="A,B", help="measure these also as vLLM ships them")
     add("--input-lens", type=lengths, default=list(default.input_lens), metavar="L1,L2", help="prompt tokens")
@@ -78,26 +78,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace) -> Settings:
     """Raises `ConfigError`."""
-    if args.engine not in ENGINES:
-        raise unknown_name("engine", args.engine, ENGINES)
-    sim = args.engine == "sim"
+    profile, sim = profile_of(args), args.engine == "sim"
     if args.modes is None:
         args.modes = SIM_MODES if sim else VLLM_MODES
-    for mode in [*args.modes, *args.as_shipped]:
-        if mode_named(mode).connector.startswith("upstream") and sim:
-            raise ConfigError(f"--modes: {mode!r} needs vLLM engines", hint="with --engine sim pull-inline is its like")
-    if args.profile and not sim:
-        raise ConfigError(f"--profile: {args.profile!r} is for --engine sim", hint="add --engine sim, or drop it")
     if args.as_shipped and sim:
         raise ConfigError("--as-shipped: engine sim has no such variant", hint="drop it, or --engine vllm")
-    for name, modes in (("--modes", args.modes), ("--as-shipped", args.as_shipped)):
-        if len(set(modes)) < len(modes):
-            raise ConfigError(f"{name}: a mode is named twice")
+    check_modes(args, "--modes", args.modes)
+    check_modes(args, "--as-shipped", args.as_shipped)
     if not args.modes:
         raise ConfigError("--modes: at least one mode is needed")
-    for arg in args.vllm_arg:
-        if arg.split("=")[0] in OWNED_ARGS:
-            raise ConfigError(f"vllm argument {arg!r} is set by kvferry itself")
     if args.output_tokens < 2:
         raise ConfigError(f"--output-tokens: {args.output_tokens}, TPOT needs at least 2")
     if args.rounds < 1 or args.num < args.rounds:
@@ -110,7 +99,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         modes=args.modes,
         as_shipped=args.as_shipped,
         engine=args.engine,
-        profile=args.profile or (DEFAULT_PROFILE if sim else ""),
+        profile=profile,
         model=args.model,
         dtype=args.dtype,
         input_lens=args.input_lens,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from kvferry.versions import package_version
 
 
 def environment() -> dict[str, Any]:
@@ -27,14 +28,6 @@ def environment() -> dict[str, Any]:
         "nixl": package_version("nixl-cu12") or package_version("nixl-cu13") or package_version("nixl"),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def package_version(name: str) -> str | None:
-    """None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_model() -> str:

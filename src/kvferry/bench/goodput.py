@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from kvferry.bench.points import OURS, Point
 from kvferry.bench.records import Sample, VoidRun
 from kvferry.bench.search import highest
 from kvferry.bench.stats import summary
-from kvferry.bench.target import Setup, Target, opened
+from kvferry.bench.target import Report, Setup, Target, indented, opened
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.launch.cancel import Cancel
 
-Report = Callable[[str], None]
 SHARE = 0.99
 """Of the requests of a run that must meet both objectives."""
 SLOW: tuple[Kind, ...] = ("late", "overrun")
@@ -99,8 +98,7 @@ def search_modes(
         result = ModeResult(mode)
         results.append(result)
         try:
-            quiet = _without_loading(report)
-            with opened(setup, mode, state / mode, load, quiet, cancel) as target:
+            with opened(setup, mode, state / mode, load, indented(report), cancel) as target:
                 _search(target, rules, work, goals, load, result, report, cancel)
         except ConfigError:
             raise
@@ -177,7 +175,3 @@ def _probe(target: Target, rules: Rules, load: Load, point: Point, report: Repor
 def _times(told: dict[str, Any]) -> str:
     ttft, tpot = told["ttft_ms"]["p99"], told["tpot_ms"]["p99"]
     return "none answered" if ttft is None or tpot is None else f"p99 TTFT {ttft:.0f} ms, p99 ITL {tpot:.1f} ms"
-
-
-def _without_loading(report: Report) -> Report:
-    return lambda line: None if ": loading " in line else report(f"  {line}")

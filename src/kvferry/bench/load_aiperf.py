@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench import external, workload
-from kvferry.bench.environment import package_version
 from kvferry.bench.load import Job, LoadRun
 from kvferry.bench.load_builtin import warm_up
 from kvferry.bench.records import Sample
 from kvferry.launch.cancel import Cancel
+from kvferry.versions import package_version
 
 START_S = 120.0
 RECORDS = "profile_export.jsonl"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, TypeVar
 
 from kvferry.bench import workload
-from kvferry.bench.client import LoadClient
+from kvferry.bench.client import LoadClient, until_stopped
 from kvferry.bench.load import Job, LoadRun
 from kvferry.bench.records import Sample
 from kvferry.launch.cancel import Cancel
 
 WARM_UP = 2_000_000
 """Prompts of warm-up requests are numbered from here, so that none is a measured one."""
-T = TypeVar("T")
 
 
 class BuiltinLoad:
@@ -72,18 +69,3 @@ def _warm_prompts(job: Job) -> list[tuple[int, list[int]]]:
     return [
         (WARM_UP + i, workload.prompt(job.words, job.seed, job.input_len, WARM_UP + i)) for i in range(job.warm_ups)
     ]
-
-
-def until_stopped(work: Coroutine[Any, Any, T], cancel: Cancel) -> T:
-    """The result of `work` on an event loop of its own. Raises `Stopped` within moments of a request to stop."""
-
-    async def watch() -> T:
-        task = asyncio.create_task(work)
-        while not (await asyncio.wait({task}, timeout=0.2))[0]:
-            if cancel.count:
-                task.cancel()
-                await asyncio.wait({task})
-                cancel.check()
-        return task.result()
-
-    return asyncio.run(watch())

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench import external
-from kvferry.bench.environment import package_version
 from kvferry.bench.load import Job, LoadRun
 from kvferry.bench.records import Sample
 from kvferry.bench.vllm_serve import NOTES
 from kvferry.launch.cancel import Cancel
 from kvferry.launch.engine import QUIET_ENV
+from kvferry.versions import package_version
 
 START_S = 120.0
 """Importing vLLM takes about 9 s on a free core, a multiple on a busy one."""

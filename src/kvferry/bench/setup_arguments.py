@@ -13,17 +13,18 @@ from kvferry.bench.arguments import words
 from kvferry.bench.load import AUTO, NAMES
 from kvferry.bench.measure import Rules
 from kvferry.bench.target import Setup
-from kvferry.errors import ConfigError, unknown_name
-from kvferry.launch.spec import ENGINES, MODES, OWNED_ARGS, mode_named
+from kvferry.errors import ConfigError
+from kvferry.launch.spec import DEFAULT_PROFILE, ENGINES, MODES, DeploymentSpec
 
-DEFAULT_PROFILE = "smollm2-cpu"
+MEASURED_PROFILE = "smollm2-cpu"
+"""Of engine sim, where none is named: `kvferry up` models no time by default, which leaves little to measure."""
 
 
 def add_setup(parser: argparse.ArgumentParser, modes: str) -> None:
     """`modes`: the default."""
     add = parser.add_argument
     add("--engine", default="vllm", help=f"one of: {', '.join(ENGINES)} (default: vllm)")
-    add("--profile", default="", metavar="P", help=f"timing and KV of engine sim (default: {DEFAULT_PROFILE})")
+    add("--profile", default="", metavar="P", help=f"timing and KV of engine sim (default: {MEASURED_PROFILE})")
     add("--model", default="", help="smollm2, or a model's folder (default: smollm2); of engine sim the tokenizer only")
     add("--dtype", default="bfloat16", help="of weights and KV (default: bfloat16)")
     add("--modes", type=words, default=words(modes), metavar="A,B", help=f"of {', '.join(MODES)} (default: {modes})")
@@ -58,23 +59,14 @@ def add_load(parser: argparse.ArgumentParser, load: str, num: int) -> None:
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """Raises `ConfigError`."""
-    if args.engine not in ENGINES:
-        raise unknown_name("engine", args.engine, ENGINES)
-    if not args.modes or len(set(args.modes)) < len(args.modes):
-        raise ConfigError(f"--modes: {','.join(args.modes)!r}", hint="expected at least one mode, none of them twice")
-    for name in args.modes:
-        mode_named(name)
-    if args.profile and args.engine != "sim":
-        raise ConfigError(f"--profile: {args.profile!r} is for --engine sim", hint="add --engine sim, or drop it")
-    if args.engine == "sim" and any(mode.startswith("upstream") for mode in args.modes):
-        raise ConfigError("--modes: vLLM's own connectors run in vLLM only", hint="--engine vllm for upstream modes")
-    for arg in args.vllm_arg:
-        if arg.split("=")[0] in OWNED_ARGS:
-            raise ConfigError(f"vllm argument {arg!r} is set by kvferry itself", hint=OWNED_ARGS[arg.split("=")[0]])
+    profile = profile_of(args)
+    check_modes(args, "--modes", args.modes)
+    if not args.modes:
+        raise ConfigError("--modes: at least one mode is needed")
     _check_router(args)
     return Setup(
         engine=args.engine,
-        profile=args.profile or (DEFAULT_PROFILE if args.engine == "sim" else ""),
+        profile=profile,
         model=args.model,
         dtype=args.dtype,
         prefill=args.prefill,
@@ -85,6 +77,24 @@ def setup_of(args: argparse.Namespace) -> Setup:
         kv_bytes=args.kv_bytes,
         block_size=args.block_size,
     )
+
+
+def profile_of(args: argparse.Namespace) -> str:
+    """The profile of `--engine sim`, "" of vLLM, which has none. Raises `ConfigError`."""
+    if args.engine == "sim":
+        return args.profile or MEASURED_PROFILE
+    if args.profile:
+        raise ConfigError(f"--profile: {args.profile!r} is for --engine sim", hint="add --engine sim, or drop it")
+    return ""
+
+
+def check_modes(args: argparse.Namespace, option: str, modes: Sequence[str]) -> None:
+    """Raises `ConfigError` for what could not be started, or would be measured twice."""
+    if len(set(modes)) < len(modes):
+        raise ConfigError(f"{option}: a mode is named twice")
+    for mode in modes:
+        profile = profile_of(args) or DEFAULT_PROFILE
+        DeploymentSpec(mode=mode, engine=args.engine, profile=profile, vllm_args=args.vllm_arg).check()
 
 
 def _check_router(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,9 @@ from kvferry.bench.load import Load
 from kvferry.bench.measure import Measured, Rules, job_of, measure
 from kvferry.bench.pace import Pace, spoken
 from kvferry.bench.points import OURS, Folder, Point
-from kvferry.bench.target import Setup, Target, opened
+from kvferry.bench.target import Report, Setup, Target, indented, opened
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.launch.cancel import Cancel
-
-Report = Callable[[str], None]
 
 
 @dataclass
@@ -66,7 +64,7 @@ class Sweep:
         mode = mine[0].mode
         state = self._state / mode
         try:
-            with opened(self.setup, mode, state, self.load, _indented(report), cancel) as target:
+            with opened(self.setup, mode, state, self.load, indented(report), cancel) as target:
                 while mine:
                     self._point(target, mine, later, report, cancel)
                     if died := target.died():
@@ -85,7 +83,7 @@ class Sweep:
         with tempfile.TemporaryDirectory(prefix="kvferry-log-") as scratch:
             log = Path(scratch) / "log"
             job = job_of(target, self.rules, point, log)
-            measured = measure(target, self.load, job, point, cancel, _indented(report))
+            measured = measure(target, self.load, job, point, cancel, indented(report))
             said = log.read_text(errors="replace") if log.exists() else ""
         del mine[0]
         measured.facts[OURS]["settings"] = self.settings()
@@ -114,10 +112,6 @@ class Sweep:
             self.outcome.void.append((point, reason))
         if points:
             report(f"  void: {len(points)} points: {reason}")
-
-
-def _indented(report: Report) -> Report:
-    return lambda line: None if ": loading " in line else report(f"  {line}")
 
 
 def _figures(measured: Measured) -> str:

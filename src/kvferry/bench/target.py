@@ -21,7 +21,13 @@ from kvferry.launch.deployment import Deployment
 from kvferry.launch.spec import DEFAULT_MODEL, DEFAULT_PROFILE, DeploymentSpec, Mode, mode_named
 from kvferry.launch.web import get_json
 
+Report = Callable[[str], None]
 PUBLISHED_ARGS = ("--no-enable-prefix-caching",)
+
+
+def indented(report: Report) -> Report:
+    """For what a deployment says while it starts, less its every few seconds."""
+    return lambda line: None if ": loading " in line else report(f"  {line}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Target:
         return found
 
 
-def model_folder(setup: Setup, load: Load, report: Callable[[str], None], cancel: Cancel) -> Path | None:
+def model_folder(setup: Setup, load: Load, report: Report, cancel: Cancel) -> Path | None:
     """The model's files, for its tokenizer and the size of its KV; None where nobody needs them."""
     if setup.engine == "sim" and not load.tokenizer:
         return None
@@ -93,9 +99,7 @@ def model_folder(setup: Setup, load: Load, report: Callable[[str], None], cancel
 
 
 @contextmanager
-def opened(
-    setup: Setup, mode_name: str, state: Path, load: Load, report: Callable[[str], None], cancel: Cancel
-) -> Iterator[Target]:
+def opened(setup: Setup, mode_name: str, state: Path, load: Load, report: Report, cancel: Cancel) -> Iterator[Target]:
     """Where `load` sends texts, engines with a timing model get the tokenizer that it has. Raises `KVFerryError`."""
     mode = mode_named(mode_name)
     folder = model_folder(setup, load, report, cancel)

