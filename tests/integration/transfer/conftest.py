@@ -1,0 +1,20 @@
+"""A house of transfer cores per test, left empty."""
+
+from __future__ import annotations
+
+import pytest
+from transfer_house import House
+
+
+@pytest.fixture
+def house():
+    made = House()
+    yield made
+    for one in made.ranks:
+        one.core.close()
+    assert made.world.fabrics == {} and made.network.links == [] and made.network.listening == {}
+
+
+@pytest.fixture(params=["push", "pull"])
+def mode(request):
+    return request.param

@@ -1,0 +1,140 @@
+"""Transfer cores over the in-memory fabric and channel, and one thread that runs them all: `House`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.config import connector_config
+from kvferry.protocol import messages as wire
+from kvferry.story import Story
+from kvferry.transfer import commands as cmd
+from kvferry.transfer.core import TransferCore
+from kvferry.transfer.memory import MemoryNetwork, MemoryWorld
+from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+
+PLANES, BLOCKS, BLOCK, TOKEN = 2, 16, 4, 8
+DP, PP = 6600, 5600
+
+
+@dataclass
+class Rank:
+    core: TransferCore
+    memory: np.ndarray  # (planes, blocks, heads, block tokens, token bytes)
+    scratch: np.ndarray
+    results: list[cmd.Result] = field(default_factory=list)
+    failing: list[cmd.Failing] = field(default_factory=list)
+    frozen: bool = False
+
+    def block(self, block: int, head: int = 0) -> np.ndarray:
+        return self.memory[:, block, head]
+
+
+class House:
+    """Some ranks of P and D, a clock, and the means to break things."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.world, self.network = MemoryWorld(), MemoryNetwork()
+        self.ranks: list[Rank] = []
+
+    def rank(self, name, role, port, *, rank=0, tp=1, heads=2, total=2, fill=0, fingerprint="m", **config) -> Rank:
+        memory = np.full((PLANES, BLOCKS, heads, BLOCK, TOKEN), fill, np.uint8)
+        scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        fabric = self.world.fabric(f"{name}{rank}")
+        fabric.register([(memory.ctypes.data, memory.nbytes), (scratch.ctypes.data, SCRATCH_BYTES)], "cpu")
+        plane_bytes = memory.nbytes // PLANES
+        planes = tuple(
+            wire.Plane(
+                base=memory.ctypes.data + i * plane_bytes,
+                block_stride=heads * BLOCK * TOKEN,
+                head_stride=BLOCK * TOKEN,
+                token_bytes=TOKEN,
+            )
+            for i in range(PLANES)
+        )
+        layout = wire.Layout(
+            planes=planes,
+            num_blocks=BLOCKS,
+            block_size=BLOCK,
+            heads=heads,
+            total_heads=total,
+            divisible=True,
+            device="cpu",
+            fingerprint={"model": fingerprint},
+        )
+        results: list[cmd.Result] = []
+        failing: list[cmd.Failing] = []
+        core = TransferCore(
+            Identity(name, rank, tp, role),
+            connector_config({"side_channel_port": port, **config}, {}),
+            fabric,
+            self.network.channel("127.0.0.1", port + rank),
+            layout,
+            scratch.ctypes.data,
+            Story(None, role),
+            lambda result: (failing if isinstance(result, cmd.Failing) else results).append(result),
+            clock=lambda: self.now,
+        )
+        made = Rank(core, memory, scratch, results, failing)
+        self.ranks.append(made)
+        return made
+
+    def run(self, rounds: int = 12) -> None:
+        for _ in range(rounds):
+            for one in self.ranks:
+                if not one.frozen:
+                    one.core.step(0.0)
+
+    def wait(self, seconds: float, step: float = 0.25) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + step)
+            self.run(3)
+
+    def freeze(self, rank: Rank, frozen: bool = True) -> None:
+        rank.frozen = rank.core._fabric.frozen = frozen
+
+    def kill(self, rank: Rank) -> None:
+        self.ranks.remove(rank)
+        rank.core.close()
+
+    def cut(self) -> None:
+        for link in list(self.network.links):
+            self.network.cut(link)
+
+    def settled(self, *but: str) -> None:
+        """Nothing is held anywhere."""
+        for one in self.ranks:
+            held = {what: n for what, n in one.core.open_counts().items() if n and what != "peers"}
+            assert held == {}, one.core.identity
+            assert one.core._requests == {} and one.core._waiting_moments == []
+        assert self.world.copies == []
+
+
+def pair(house, mode="push", **config):
+    p = house.rank("P", "producer", PP, mode=mode, **config)
+    d = house.rank("D", "consumer", DP, mode=mode, peers=[f"127.0.0.1:{PP}"], **config)
+    house.run()
+    return p, d
+
+
+def expect(p, tid="t", mode="push", fan_out=1, request=None):
+    p.core.submit(cmd.Expect(tid, request or f"p-{tid}", mode, fan_out))
+
+
+def ready(p, tid="t", blocks=(1, 2, 3), tokens=10, request=None):
+    p.core.submit(cmd.Ready(tid, request or f"p-{tid}", blocks, tokens))
+
+
+def land(d, tid="t", mode="push", blocks=(7, 5, 9), start=0, end=10, engine="P", tp=1, port=PP):
+    d.core.submit(cmd.Land(tid, f"d-{tid}", mode, "127.0.0.1", port, engine, tp, start, end, blocks))
+
+
+def randomise(rank, seed=1):
+    rank.memory[:] = np.random.default_rng(seed).integers(1, 255, rank.memory.shape, np.uint8)
+
+
+def same(p, d, sources, targets, heads=(0, 1)):
+    return all((p.block(s, h) == d.block(t, h)).all() for s, t in zip(sources, targets, strict=True) for h in heads)
