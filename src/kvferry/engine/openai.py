@@ -205,8 +205,9 @@ def _check(body: Common) -> None:
     if n > 1 and body.temperature is not None and 0 <= body.temperature < 1e-5:
         raise BadRequest(f"n must be 1 when using greedy sampling, got {n}.", param="n")
     if body.use_beam_search:
-        raise BadRequest("use_beam_search is not supported", param="use_beam_search", status=501,
-                         kind="NotImplementedError")  # fmt: skip
+        raise BadRequest(
+            "use_beam_search is not supported", param="use_beam_search", status=501, kind="NotImplementedError"
+        )
     if body.stream_options is not None and not body.stream:
         raise BadRequest("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.stream_interval is not None and body.stream_interval < 1:
