@@ -13,13 +13,14 @@ R = TypeVar("R")
 
 class HasHookTime(Protocol):
     hook_s: float
+    told_hook_s: float
 
 
 S = TypeVar("S", bound=HasHookTime)
 
 
 def timed(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Add the method's duration to `self.hook_s` (seconds since it was last taken)."""
+    """Add the method's duration to `self.hook_s` (seconds since the start)."""
 
     @functools.wraps(method)
     def wrapper(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -33,6 +34,6 @@ def timed(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
 
 def take_ms(owner: HasHookTime) -> float:
-    """Milliseconds since the last call; starts anew."""
-    spent, owner.hook_s = owner.hook_s, 0.0
+    """Milliseconds since the last call."""
+    spent, owner.told_hook_s = owner.hook_s - owner.told_hook_s, owner.hook_s
     return round(spent * 1e3, 4)

@@ -49,7 +49,7 @@ class SchedulerSide:
     ) -> None:
         self.config, self.role, self.engine_id, self.tp_size = config, role, engine_id, tp_size
         self.block_size = block_size
-        self.hook_s = 0.0
+        self.hook_s = self.told_hook_s = 0.0
         self._story = story
         self._sources: dict[str, _Source] = {}
         self._transfer_ids: set[TransferId] = set()

@@ -41,7 +41,7 @@ class WorkerSide:
 
     def __init__(self, config: ConnectorConfig, identity: Identity, channel: ZmqChannel, story: Story) -> None:
         self.config, self.identity = config, identity
-        self.hook_s = 0.0
+        self.hook_s = self.told_hook_s = 0.0
         self._channel, self._story = channel, story
         self._transfers: Transfers | None = None
         self._ratio = 1

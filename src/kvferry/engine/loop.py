@@ -8,6 +8,7 @@ deque carries requests and aborts to it; each append sets the event on which the
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -53,6 +54,7 @@ class EngineLoop:
         self._stopping = False
         self._started: Future[None] = Future()
         self._stats = Stats()
+        self._own_before = 0.0  # `_own_s` when the last step's ranks were done
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
     # -- any thread -------------------------------------------------------------------------------------------------
@@ -102,13 +104,14 @@ class EngineLoop:
             except BaseException as error:  # noqa: BLE001 - told to `start`, which raises it
                 self._started.set_exception(error)
                 return
+            self._own_before = self._own_s(scheduler)
             self._started.set_result(None)
             while not self._stopping:
                 self._take_news(scheduler, ranks)
                 if scheduler.has_work():
                     self._step(scheduler, ranks)
                 else:
-                    self._news.wait()
+                    self._wait(scheduler)
         except BaseException as death:
             self.death = death
             raise
@@ -150,13 +153,23 @@ class EngineLoop:
         metadata = scheduler.connector.build(step) if scheduler.connector is not None else None
         work = self._work(scheduler, step)
         work.metadata = metadata
+        work.spent_s = self._own_s(scheduler) - self._own_before
         answers = ranks.step(work)
+        self._own_before = self._own_s(scheduler)
         totals = combined(answers, max(1, self.config.tp // self.config.profile.shape.kv_heads))
         scheduler.update(step, totals, scheduler.gather(answers))
         self._hand_out(scheduler)
         self._count(scheduler, answers)
         if not step.scheduled and (metadata is None or not metadata.idle):
-            self._news.wait(_BLOCKED_S)
+            self._wait(scheduler, _BLOCKED_S)
+
+    def _wait(self, scheduler: Scheduler, timeout_s: float | None = None) -> None:
+        self._news.wait(timeout_s)
+        self._own_before = self._own_s(scheduler)
+
+    def _own_s(self, scheduler: Scheduler) -> float:
+        """A clock that stands still while the connector holds the engine: its work comes on top of the model's."""
+        return time.perf_counter() - (scheduler.connector.hook_s if scheduler.connector is not None else 0.0)
 
     def _work(self, scheduler: Scheduler, step: Step) -> Work:
         work = Work(step.new_blocks, step.fresh, scheduler.take_ended())

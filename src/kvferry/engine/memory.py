@@ -14,6 +14,9 @@ from kvferry.connector.blocks import Caches
 from kvferry.engine.content import U64, coefficients, head_weights, mixed, weights
 from kvferry.protocol.messages import Layout, Plane
 
+_AT_ONCE = 1 << 18
+"""Bytes that `sums` gathers before it adds them up, so that they are still in the cache then."""
+
 
 class KvMemory:
     """(layers, blocks, heads, block_size, words) in the word's dtype, pages touched at the start: the first transfer
@@ -27,7 +30,9 @@ class KvMemory:
         self.heads, self.block_size, self.cell_bytes = heads, block_size, cell_bytes
         made = coefficients(layers, heads, cell_bytes)
         self._word = made.write.dtype
-        self._write, self._read = self._words(made.write), self._words(made.read)
+        self._write = self._words(made.write)
+        cells = (layers, len(heads), block_size, made.read.shape[2])
+        self._read = self._words(np.broadcast_to(made.read[:, :, None, :], cells).reshape(layers, -1))  # per block
         self.array: Any = self._zeros((layers, num_blocks, len(heads), block_size, cell_bytes // self._word.itemsize))
         self._head_weights = head_weights(heads)
         self._weights: U64 = np.empty((0, block_size), dtype=np.uint64)
@@ -126,12 +131,14 @@ class KvMemory:
 
     def _by_token(self, block_ids: NDArray[np.int64]) -> U64:
         """(N, heads, block_size): each token's cells, summed over layers and words in the word's dtype."""
-        array, read = self.array, self._read
-        tokens = np.zeros((len(block_ids), len(self.heads), self.block_size), dtype=self._word)
-        for layer in range(self.layers):  # layer by layer: what is read stays in the cache until it is summed
-            cells = array[layer, block_ids]
-            if cells.shape[-1] == 1:
-                tokens += cells[..., 0] * read[layer, None, :, None, 0]
-            else:
-                tokens += (cells * read[layer, None, :, None, :]).sum(axis=-1, dtype=self._word)
+        heads, size = len(self.heads), self.block_size
+        rows = self.array.reshape(self.layers, self.num_blocks, -1)
+        found = np.empty((len(block_ids), rows.shape[2]), dtype=self._word)
+        step = max(1, _AT_ONCE // (self.layers * rows.shape[2] * rows.itemsize))
+        for first in range(0, len(block_ids), step):
+            # clip: the one mode of `take` that does not look at each index twice
+            cells = rows.take(block_ids[first : first + step], axis=1, mode="clip")
+            np.multiply(cells, self._read[:, None, :], out=cells)
+            np.sum(cells, axis=0, dtype=self._word, out=found[first : first + step])
+        tokens = found.reshape(len(block_ids), heads, size, self.array.shape[4]).sum(axis=3, dtype=self._word)
         return tokens.astype(np.uint64)

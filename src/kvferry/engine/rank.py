@@ -36,7 +36,8 @@ class Work:
 
     `prompts`: (request, first position, prefix values (N,), whether the next token is wanted) of requests with several
     tokens in this step or one that isn't wanted. `decodes`: (request, position, prefix value) of those with just one.
-    `model_s`: how long the model would take; 0 without model work.
+    `model_s`: how long the model would take; 0 without model work. `spent_s`: how much of that the engine's own planning
+    has used up (a model's measured step times hold its engine's).
     """
 
     new_blocks: dict[str, list[int]]
@@ -45,6 +46,7 @@ class Work:
     prompts: list[tuple[str, int, U64, bool]] = field(default_factory=list)
     decodes: list[tuple[str, int, int]] = field(default_factory=list)
     model_s: float = 0.0
+    spent_s: float = 0.0
     metadata: StepMetadata | None = None
 
 
@@ -115,7 +117,7 @@ class Rank:
         if self._worker is not None and metadata is not None:
             self._worker.fence(metadata)
             self._worker.bind(metadata)
-        begun = time.monotonic()
+        begun = time.monotonic() - work.spent_s
         self._tables(work)
         totals = self._forward(work) if work.prompts or work.decodes else {}
         worked = time.monotonic() - begun
@@ -150,7 +152,7 @@ class Rank:
             self._memory.write(_ints(self._sequences[who].blocks), start, prefix)
         ends = [(who, at + 1) for who, at, _ in work.decodes]
         ends += [(who, start + len(prefix)) for who, start, prefix, wanted in work.prompts if wanted]
-        return self._read(ends)
+        return self._read(ends) if ends else {}
 
     def _read(self, ends: list[tuple[str, int]]) -> dict[str, int]:
         """For each (request, tokens): the sum over its first `tokens` tokens, from memory.

@@ -46,8 +46,9 @@ class TorchMemory(KvMemory):
         return self.array[layer, block_id].reshape(-1).view(torch.uint8)
 
     def _by_token(self, block_ids: NDArray[np.int64]) -> U64:
-        cells = self.array[:, self._index(block_ids)]
-        tokens = (cells * self._read[:, None, :, None, :]).sum(dim=(0, 4), dtype=torch.int64)
+        cells = self.array[:, self._index(block_ids)].reshape(self.layers, len(block_ids), -1)
+        summed = (cells * self._read[:, None, :]).sum(dim=0, dtype=torch.int64)
+        tokens = summed.reshape(len(block_ids), len(self.heads), self.block_size, -1).sum(dim=3)
         on_host: U64 = tokens.cpu().numpy().view(np.uint64)
         if self._word.itemsize < 8:
             on_host = on_host & np.uint64((1 << 8 * self._word.itemsize) - 1)
