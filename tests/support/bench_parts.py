@@ -29,6 +29,7 @@ def job(**other: Any) -> Job:
         "qps": 10.0,
         "num": 3,
         "arrival": "poisson",
+        "prompts": "text",
         "seed": 0,
         "warm_ups": 2,
         "timeout_s": 1.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_vllms_command_has_the_published_flags() -> None:
         "--save-result --save-detailed",
     ):
         assert part in line
+
+
+def test_vllms_command_for_token_ids_reads_a_trace_of_different_prompts(tmp_path: Path) -> None:
+    asked = job(qps=4.0, num=50, tokenizer=Path("/m"), seed=7, prompts="ids")
+    load_vllm.write_trace(asked, tmp_path / load_vllm.TRACE)
+    lines = [json.loads(line) for line in (tmp_path / load_vllm.TRACE).read_text().splitlines()]
+    assert {(line["input_length"], line["output_length"]) for line in lines} == {(41, 4)}
+    assert len({tuple(line["hash_ids"]) for line in lines}) == 50
+    line = " ".join(load_vllm.VllmLoad().command(asked, tmp_path, "p-"))
+    assert f"--dataset-name timed_trace --dataset-path {tmp_path}/{load_vllm.TRACE} --no-self-timed" in line
+    assert "--timed-trace-chunk-hash-size 41" in line and "--random-input-len" not in line
 
 
 def serve_module(delays: list[float]) -> Any:

@@ -98,7 +98,7 @@ def search_modes(
         result = ModeResult(mode)
         results.append(result)
         try:
-            with opened(setup, mode, state / mode, load, indented(report), cancel) as target:
+            with opened(setup, mode, state / mode, load, rules.prompts, indented(report), cancel) as target:
                 _search(target, rules, work, goals, load, result, report, cancel)
         except ConfigError:
             raise

@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 if every mode could be judged, 1 if one was void, 130 if stopped."""
-    setup, rules = setup_of(args), rules_of(args)
+    setup, load = setup_of(args), choose(args.load)
+    rules = rules_of(args, load)
     for name, value, least in (("--input-len", args.input_len, 2), ("--output-len", args.output_len, 2)):
         if value < least:
             raise ConfigError(f"{name}: {value}", hint=f"expected {least} or more")
@@ -51,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--start: {args.start:g} is not between --floor {args.floor:g} and --ceiling {args.ceiling:g}"
         )
-    load = choose(args.load)
     work = Workload(args.input_len, args.output_len, args.start, args.floor, args.ceiling, args.seconds)
     goals = Objectives(args.ttft, args.itl)
     cancel = Cancel()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvferry.bench.records import Sample
-from kvferry.bench.workload import Arrival, ModelFacts
+from kvferry.bench.workload import Arrival, ModelFacts, Prompts
 from kvferry.errors import ConfigError, unknown_name
 from kvferry.launch.cancel import Cancel
 
@@ -20,7 +20,8 @@ AUTO = "auto"
 @dataclass(frozen=True)
 class Job:
     """One run of one point. `url`, `model`: where, and the name served there. `words`: token ids to make prompts of.
-    `tokenizer`: folder of the server's tokenizer, where one is known. `log`: file for what the generator says.
+    `tokenizer`: folder of the server's tokenizer, where one is known. `prompts`: how they are sent, by a generator that
+    knows both. `log`: file for what the generator says.
     """
 
     url: str
@@ -32,6 +33,7 @@ class Job:
     qps: float
     num: int
     arrival: Arrival
+    prompts: Prompts
     seed: int
     warm_ups: int
     timeout_s: float
@@ -58,8 +60,8 @@ class LoadRun:
 
 
 class Load(Protocol):
-    """`overhead_s`: what a call takes beside the requests. `texts`: sends texts, so server and generator must have the
-    same tokenizer; otherwise token ids. `tokenizer`: opens one in any case.
+    """`overhead_s`: what a call takes beside the requests. `texts`: can send texts, for which server and generator must
+    have the same tokenizer. `tokenizer`: opens one in any case.
     """
 
     name: str

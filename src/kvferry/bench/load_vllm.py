@@ -1,4 +1,4 @@
-"""Load from `vllm bench serve`, as the published sweep has it: random prompts as text, Poisson arrivals."""
+"""Load from `vllm bench serve`, as the published sweep has it: random prompts, Poisson arrivals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvferry.launch.cancel import Cancel
 from kvferry.launch.engine import QUIET_ENV
 from kvferry.versions import package_version
 
+TRACE = "trace.jsonl"
 START_S = 120.0
 """Importing vLLM takes about 9 s on a free core, a multiple on a busy one."""
 
@@ -37,6 +38,9 @@ class VllmLoad:
             notes = folder / "notes.json"
             ours = {NOTES: str(notes), "TMPDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
             env = {**os.environ, **QUIET_ENV, **ours}
+            if job.prompts == "ids":
+                write_trace(job, folder / TRACE)
+                env["PYTHONHASHSEED"] = "0"  # vLLM draws a trace's prompts by hash() of strings
             limit = START_S + job.num / job.qps * 2 + job.timeout_s
             broken = external.run(argv, env, job.log, guard, cancel, progress, limit_s=limit)
             if broken:
@@ -51,8 +55,7 @@ class VllmLoad:
             *(sys.executable, "-m", "kvferry.bench.vllm_serve"),
             *("--backend", "openai", "--base-url", job.url, "--endpoint", "/v1/completions"),
             *("--model", str(job.tokenizer), "--served-model-name", job.model, "--tokenizer", str(job.tokenizer)),
-            *("--dataset-name", "random"),
-            *("--random-input-len", str(job.input_len), "--random-output-len", str(job.output_len)),
+            *(_texts(job) if job.prompts == "text" else _ids(job, folder)),
             *("--num-prompts", str(job.num), "--request-rate", f"{job.qps:g}"),
             *("--burstiness", "inf" if job.arrival == "constant" else "1.0"),
             *("--num-warmups", str(job.warm_ups), "--seed", str(job.seed), "--temperature", "0", "--ignore-eos"),
@@ -60,6 +63,26 @@ class VllmLoad:
             *("--request-id-prefix", prefix, "--disable-tqdm"),
             *("--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "result.json"),
         ]
+
+
+def _texts(job: Job) -> tuple[str, ...]:
+    lengths = ("--random-input-len", str(job.input_len), "--random-output-len", str(job.output_len))
+    return ("--dataset-name", "random", *lengths)
+
+
+def _ids(job: Job, folder: Path) -> tuple[str, ...]:
+    """vLLM's way to send token ids: a trace, here without its times."""
+    trace = ("--dataset-name", "timed_trace", "--dataset-path", str(folder / TRACE), "--no-self-timed")
+    return (*trace, "--timed-trace-chunk-hash-size", str(job.input_len))
+
+
+def write_trace(job: Job, path: Path) -> None:
+    """A line per request: its lengths, and one hash from which vLLM draws the whole prompt; all differ."""
+    lines = (
+        {"timestamp": 0, "input_length": job.input_len, "output_length": job.output_len, "hash_ids": [hash_id]}
+        for hash_id in range(job.seed << 20, (job.seed << 20) + job.num)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def load_run(result: dict[str, Any], notes: dict[str, Any], argv: list[str], ids: list[str]) -> LoadRun:

@@ -15,7 +15,7 @@ from kvferry.bench.load import Job, Load, LoadRun
 from kvferry.bench.points import OURS, Point
 from kvferry.bench.stats import summary
 from kvferry.bench.target import Target
-from kvferry.bench.workload import Arrival
+from kvferry.bench.workload import Arrival, Prompts
 from kvferry.launch.cancel import Cancel
 
 FORMAT = 1
@@ -30,9 +30,11 @@ class Rules:
     seed: int = 0
     warm_ups: int = 2
     timeout_s: float = 300.0
+    prompts: Prompts = "text"
 
     def facts(self) -> dict[str, Any]:
-        return {"num": self.num, "arrival": self.arrival, "seed": self.seed, "warm_ups": self.warm_ups}
+        facts = {"num": self.num, "arrival": self.arrival, "seed": self.seed, "warm_ups": self.warm_ups}
+        return {**facts, "prompts": self.prompts}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def job_of(target: Target, rules: Rules, point: Point, log: Path) -> Job:
         qps=point.qps,
         num=rules.num,
         arrival=rules.arrival,
+        prompts=rules.prompts,
         seed=seed_of(rules, point),
         warm_ups=rules.warm_ups,
         timeout_s=rules.timeout_s,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvferry.bench.arguments import words
-from kvferry.bench.load import AUTO, NAMES
+from kvferry.bench.load import AUTO, NAMES, Load
 from kvferry.bench.measure import Rules
 from kvferry.bench.target import Setup
 from kvferry.errors import ConfigError
@@ -51,6 +51,11 @@ def add_load(parser: argparse.ArgumentParser, load: str, num: int) -> None:
     add("--load", default=load, metavar="L", help=f"load generator: {', '.join(NAMES)} (default: {what})")
     add("--num", type=int, default=num, metavar="N", help=f"requests of a run (default: {num})")
     add("--arrival", choices=("poisson", "constant"), default=default.arrival, help="(default: poisson)")
+    add(
+        "--prompts",
+        choices=("text", "ids"),
+        help="how they are sent (default: text by vLLM's generator to vLLM's engines, else token ids)",
+    )
     add("--seed", type=int, default=default.seed, metavar="S", help="of prompts and arrivals (default: 0)")
     add("--warm-ups", type=int, default=default.warm_ups, metavar="N", help="requests before each run (default: 2)")
     add("--timeout", type=float, default=default.timeout_s, metavar="S", help="of one request (default: 300)")
@@ -113,8 +118,11 @@ def _check_router(args: argparse.Namespace) -> None:
             raise ConfigError(f"--story-dir: {folder} is no folder", hint="the routers' and engines' story_dir")
 
 
-def rules_of(args: argparse.Namespace) -> Rules:
+def rules_of(args: argparse.Namespace, load: Load) -> Rules:
     """Raises `ConfigError`."""
+    if args.prompts == "text" and not load.texts:
+        raise ConfigError(f"--prompts: {load.name} sends token ids only", hint="--load vllm sends texts")
+    texts = load.texts and args.engine == "vllm"
     bounds: Sequence[tuple[str, float, float]] = (
         ("--num", args.num, 1),
         ("--seed", args.seed, 0),
@@ -124,7 +132,8 @@ def rules_of(args: argparse.Namespace) -> Rules:
     for name, value, least in bounds:
         if value < least:
             raise ConfigError(f"{name}: {value:g}", hint=f"expected {least:g} or more")
-    return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout)
+    prompts = args.prompts or ("text" if texts else "ids")
+    return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout, prompts)
 
 
 @contextmanager

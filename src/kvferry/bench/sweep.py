@@ -64,7 +64,7 @@ class Sweep:
         mode = mine[0].mode
         state = self._state / mode
         try:
-            with opened(self.setup, mode, state, self.load, indented(report), cancel) as target:
+            with opened(self.setup, mode, state, self.load, self.rules.prompts, indented(report), cancel) as target:
                 while mine:
                     self._point(target, mine, later, report, cancel)
                     if died := target.died():

@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 if every point has a valid result, 1 if one was void, 130 if stopped."""
-    setup, rules = setup_of(args), rules_of(args)
+    setup, load = setup_of(args), choose(args.load)
+    rules = rules_of(args, load)
     if args.iterations < 1:
         raise ConfigError(f"--iterations: {args.iterations}", hint="expected 1 or more")
-    load = choose(args.load)
     points = in_order(args.modes, args.qps, args.input_lens, args.output_lens, args.iterations)
     cancel = Cancel()
     cancel.catch_signals()

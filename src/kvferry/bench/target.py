@@ -13,7 +13,7 @@ from kvferry.bench.evidence import engine_metrics
 from kvferry.bench.kv import KvFacts
 from kvferry.bench.load import Load
 from kvferry.bench.witness import Engines, Stories
-from kvferry.bench.workload import ModelFacts
+from kvferry.bench.workload import ModelFacts, Prompts
 from kvferry.errors import ConfigError, EngineError
 from kvferry.launch import model as models
 from kvferry.launch.cancel import Cancel
@@ -99,15 +99,17 @@ def model_folder(setup: Setup, load: Load, report: Report, cancel: Cancel) -> Pa
 
 
 @contextmanager
-def opened(setup: Setup, mode_name: str, state: Path, load: Load, report: Report, cancel: Cancel) -> Iterator[Target]:
-    """Where `load` sends texts, engines with a timing model get the tokenizer that it has. Raises `KVFerryError`."""
+def opened(
+    setup: Setup, mode_name: str, state: Path, load: Load, prompts: Prompts, report: Report, cancel: Cancel
+) -> Iterator[Target]:
+    """Where `prompts` are texts, engines with a timing model get the tokenizer of `load`. Raises `KVFerryError`."""
     mode = mode_named(mode_name)
     folder = model_folder(setup, load, report, cancel)
     if setup.router:
         yield _of_router(setup, mode, folder)
         return
     args = [*PUBLISHED_ARGS, *setup.args]
-    if setup.engine == "sim" and load.texts:
+    if setup.engine == "sim" and prompts == "text":
         args = ["--tokenizer", str(folder), *args]
     spec = DeploymentSpec(
         mode=mode.name,

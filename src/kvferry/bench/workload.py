@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.launch.spec import arg_value
 
 Arrival = Literal["poisson", "constant"]
+Prompts = Literal["text", "ids"]
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 

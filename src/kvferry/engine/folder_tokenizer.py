@@ -59,7 +59,8 @@ class FolderTokenizer:
         self._template = _template(folder, settings)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return list(self._library.encode(text, add_special_tokens=special).ids)
+        # The library's `encode` of a single text keeps the interpreter to itself; this one lets other threads run.
+        return list(self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._library.decode(list(token_ids), skip_special_tokens=False))

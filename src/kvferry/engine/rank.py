@@ -36,8 +36,8 @@ class Work:
 
     `prompts`: (request, first position, prefix values (N,), whether the next token is wanted) of requests with several
     tokens in this step or one that isn't wanted. `decodes`: (request, position, prefix value) of those with just one.
-    `model_s`: how long the model would take; 0 without model work. `spent_s`: how much of that the engine's own planning
-    has used up (a model's measured step times hold its engine's).
+    `model_s`: how long the model would take; 0 without model work. `spent_s`: how much of that the engine's own
+    planning has used up (a model's measured step times hold its engine's).
     """
 
     new_blocks: dict[str, list[int]]
