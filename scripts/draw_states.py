@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvferry.protocol import landing, rendezvous
+from kvferry.protocol import landing, legs
 from kvferry.protocol.table import mermaid
 
 
@@ -12,8 +12,8 @@ def page() -> str:
     parts = [
         "# The two state machines",
         "Drawn from the tables by `scripts/draw_states.py`; each arrow is `event / action`. The rest is an error.",
-        "## Prefill: one registration (`src/kvferry/protocol/rendezvous.py`)",
-        f"```mermaid\n{mermaid(rendezvous.LEG_TABLE)}\n```",
+        "## Prefill: one registration (`src/kvferry/protocol/legs.py`)",
+        f"```mermaid\n{mermaid(legs.LEG_TABLE)}\n```",
         "## Decode: one prefill rank of one landing (`src/kvferry/protocol/landing.py`)",
         f"```mermaid\n{mermaid(landing.LEG_TABLE)}\n```",
     ]

@@ -20,10 +20,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Times in seconds. Each default is stated here only."""
 
     mode: Mode = "push"
-    """Who posts: 'push' = prefill WRITEs, 'pull' = decode READs. A request may name its own; both sides must agree."""
+    """Who posts: 'push' = prefill WRITEs when the prompt is computed, 'stream' = while it is being computed, 'pull' =
+    decode READs. A request may name its own; both sides must agree."""
 
     background: bool = True
     """False (pull on the decode side only): plan, post and poll inside the engine loop, as upstream's pull does."""
+
+    stream_chunk_bytes: int = 1 << 20
+    """Stream: less than this, of one rank's KV, is not sent on its own while prefill runs."""
+
+    stream_write_bytes: int = 256 << 20
+    """Stream: at most this much in one WRITE."""
 
     side_channel_host: str = ""
     """Address to listen on and to be reached at. Empty: $VLLM_NIXL_SIDE_CHANNEL_HOST, else 127.0.0.1."""

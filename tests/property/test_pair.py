@@ -6,13 +6,16 @@ right bytes are there; when all timers have run out, both sides hold nothing. C3
 
 The links keep order and can be cut at any moment; each side then gets what had arrived, and `peer_gone`, in its own
 time. Copies carry tags. Cutting a link doesn't call back WRITEs under way (NIXL doesn't either): that is P's part, and
-the model's one assumption is that P hears of a cut connection before D's settling time is over.
+the model's one assumption is that P hears of a cut connection before D's settling time is over. In mode `stream` the
+engine takes the blocks of a prompt back in its middle (preemption, abort), but only when P says that nothing reads
+them; what was computed again differs from what was there before, and no good landing may hold a mix.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -22,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvferry.ids import TransferId
 from kvferry.protocol import landing, rendezvous
 from kvferry.protocol import messages as wire
+from kvferry.protocol.stream import Pace, Span
 
 PS, DS, TRANSFERS = 2, 2, 6
 DOWN = "down"
@@ -50,6 +54,7 @@ class Copying:
     key: str
     register: wire.Register
     source: tuple[int, ...]
+    span: Span
     done: int = 0
 
 
@@ -63,13 +68,15 @@ class Plan:
     ds: tuple[int, ...]
     fan_out: int
     legs: int
+    pace: Pace
 
 
 class Pair(RuleBasedStateMachine):
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         self.now = 0.0
-        self.P = [rendezvous.Rendezvous(lease_s=10, unseen_s=8) for _ in range(PS)]
+        flying = data.draw(st.sampled_from([1, 2, 4]))
+        self.P = [rendezvous.Rendezvous(lease_s=10, unseen_s=8, max_flying=flying) for _ in range(PS)]
         self.D = [landing.Landings(dial_s=3, prefill_s=20, transfer_s=6, fence_s=4, settle_s=0.75) for _ in range(DS)]
         self.links: dict[tuple[int, int], Link] = {}
         self.old: list[Link] = []
@@ -83,6 +90,10 @@ class Pair(RuleBasedStateMachine):
         self.reads: list[Copying] = []
         self.expected: set[tuple[int, TransferId]] = set()
         self.readied: dict[tuple[int, TransferId], tuple[int, ...]] = {}
+        self.growing: dict[tuple[int, TransferId], list[int]] = {}  # stream: the blocks that hold KV so far
+        self.attempts: Counter = Counter()
+        self.rewinding: set[tuple[int, TransferId]] = set()
+        self.ended: set[tuple[int, TransferId]] = set()  # aborted
         self.released: Counter = Counter()
         self.opened: dict[str, tuple[int, landing.Destination]] = {}
         self.outcomes: dict[str, landing.Outcome] = {}
@@ -92,9 +103,10 @@ class Pair(RuleBasedStateMachine):
             ps = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
             ds = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
             fans = data.draw(st.booleans())
-            mode = data.draw(st.sampled_from(["push", "pull"]))
+            mode = data.draw(st.sampled_from(["push", "pull", "stream", "stream"]))
             fan_out, legs = (len(ds), 1) if fans else (1, len(ds))
-            self.plans.append(Plan(TransferId(f"t{i}"), mode, ps, ds, fan_out, legs))
+            pace = Pace(*data.draw(st.sampled_from([(1, 1, 9), (1, 1, 1), (1, 2, 9), (2, 1, 2)])))
+            self.plans.append(Plan(TransferId(f"t{i}"), mode, ps, ds, fan_out, legs, pace))
         for d in range(DS):
             for p in range(PS):
                 self.connect(d, p)
@@ -112,10 +124,21 @@ class Pair(RuleBasedStateMachine):
             elif isinstance(one, rendezvous.StartWrite):
                 link = self.by_key(one.peer)
                 assert not link.gone_p
-                self.writes.append(Copying(p, link.d, one.peer, one.register, one.block_ids))
+                key = (p, one.register.transfer_id)
+                known = self.readied.get(key) or tuple(self.growing.get(key, ()))
+                assert one.block_ids == known, "P writes from blocks that it was not given"
+                assert key not in self.rewinding, "P writes on while the engine wants its blocks back"
+                self.writes.append(Copying(p, link.d, one.peer, one.register, one.block_ids, one.span))
+            elif isinstance(one, rendezvous.Rewound):
+                key = (p, one.transfer_id)
+                assert not [w for w in self.writes if (w.p, w.register.transfer_id) == key], "rewound under a WRITE"
+                self.rewinding.discard(key)
             elif isinstance(one, rendezvous.Release):
                 key = (p, one.transfer_id)
                 self.released[key] += 1
+                if key in self.growing:
+                    self.readied[key] = tuple(self.growing.pop(key))
+                    self.rewinding.discard(key)
                 assert self.released[key] == 1 and key in self.readied
                 assert not [w for w in self.writes if (w.p, w.register.transfer_id) == key], "released under a WRITE"
                 for read in self.reads:
@@ -135,7 +158,8 @@ class Pair(RuleBasedStateMachine):
             elif isinstance(one, landing.StartRead):
                 link = self.link(d, one.peer)
                 assert link is not None
-                self.reads.append(Copying(link.p, d, link.key, one.register, one.source_block_ids))
+                whole = Span(one.register.start_token, one.register.end_token)
+                self.reads.append(Copying(link.p, d, link.key, one.register, one.source_block_ids, whole))
             elif isinstance(one, landing.Doomed):
                 request = one.destination.request
                 assert one.code and request not in self.outcomes and request not in self.doomed
@@ -156,7 +180,9 @@ class Pair(RuleBasedStateMachine):
             for peer, _ in where.peers:
                 for i, block in enumerate(where.block_ids[: where.end_token - where.start_token]):
                     have = self.mem_d[d][block].get(int(peer[1:]))
-                    assert have == (where.transfer_id, int(peer[1:]), where.start_token + i), "wrong bytes, called good"
+                    last = self.attempts[int(peer[1:]), where.transfer_id]
+                    wanted = (where.transfer_id, int(peer[1:]), where.start_token + i, last)
+                    assert have == wanted, "wrong bytes, called good"
         else:
             assert outcome.code and outcome.reason
         for block in where.block_ids:
@@ -214,7 +240,8 @@ class Pair(RuleBasedStateMachine):
         if message is DOWN:
             self.gone_at_p(link)
         elif isinstance(message, wire.Register):
-            self.run_p(link.p, machine.register(link.key, message, now))
+            pace = self.plans[int(message.transfer_id[1:])].pace
+            self.run_p(link.p, machine.register(link.key, message, now, pace))
         elif isinstance(message, wire.Cancel):
             self.run_p(link.p, machine.cancel(link.key, message.reg_id, message.reason, now))
         else:
@@ -226,7 +253,9 @@ class Pair(RuleBasedStateMachine):
         if message is DOWN:
             self.gone_at_d(link)
         elif isinstance(message, wire.Begin):
-            self.run_d(link.d, machine.begun(message.reg_id, now))
+            self.run_d(link.d, machine.begun(message.reg_id, message.sealed, now))
+        elif isinstance(message, wire.Seal):
+            self.run_d(link.d, machine.sealed(message.reg_id, now))
         elif isinstance(message, wire.Grant):
             self.run_d(link.d, machine.granted(message.reg_id, message.block_ids, now))
         elif isinstance(message, wire.Landed):
@@ -238,11 +267,11 @@ class Pair(RuleBasedStateMachine):
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def copy(self, one: Copying, upto: int) -> None:
-        wanted = one.register
-        for i in range(one.done, min(upto, wanted.end_token - wanted.start_token)):
-            block = wanted.block_ids[i]
+        wanted, span = one.register, one.span
+        for i in range(one.done, min(upto, span.end_token - span.start_token)):
+            block = wanted.block_ids[span.start_token - wanted.start_token + i]
             assert self.owner.get((one.d, block)) == f"{wanted.transfer_id}@{one.d}", "bytes into foreign blocks"
-            self.mem_d[one.d][block][one.p] = self.mem_p[one.p][one.source[wanted.start_token + i]]
+            self.mem_d[one.d][block][one.p] = self.mem_p[one.p][one.source[span.start_token + i]]
             one.done = i + 1
 
     def finish_write(self, write: Copying, ok: bool) -> None:
@@ -266,7 +295,7 @@ class Pair(RuleBasedStateMachine):
     @rule(
         i=st.integers(0, TRANSFERS - 1),
         tokens=st.sampled_from([(0, 3), (0, 2), (1, 3)]),
-        order=st.permutations(["expect", "ready", "land", "deliver"]),
+        order=st.permutations(["expect", "grow", "ready", "land", "deliver"]),
         without=st.sampled_from([""] * 4 + ["ready", "land", "deliver"]),
     )
     def go(self, i: int, tokens: tuple[int, int], order: list[str], without: str) -> None:
@@ -283,6 +312,8 @@ class Pair(RuleBasedStateMachine):
             for p in plan.ps:
                 if step == "expect" and (p, plan.tid) not in self.expected:
                     self.expect(i, p)
+                if step == "grow":
+                    self.grow(i, p, 1)
                 if step == "ready":
                     self.ready(i, p, 3)
             for d in plan.ds:
@@ -300,14 +331,61 @@ class Pair(RuleBasedStateMachine):
     def ready(self, i: int, p: int, n: int) -> None:
         tid = self.plans[i].tid
         if (p, tid) in self.expected and (p, tid) not in self.readied and len(self.free_p[p]) >= n:
-            blocks = tuple(self.free_p[p].pop() for _ in range(n))
+            had = self.growing.get((p, tid), [])
+            if len(had) > n or (p, tid) in self.rewinding or (had and (p, tid) in self.ended):
+                return
+            blocks = (*had, *(self.free_p[p].pop() for _ in range(n - len(had))))
+            self.growing.pop((p, tid), None)
             self.readied[p, tid] = blocks
-            for at, block in enumerate(blocks):
-                self.mem_p[p][block] = (tid, p, at)
+            self.fill(p, tid, blocks)
             self.run_p(p, self.P[p].ready(tid, blocks, n, self.now))
+
+    def fill(self, p: int, tid: TransferId, blocks: Sequence[int]) -> None:
+        for at, block in enumerate(blocks):
+            self.mem_p[p][block] = (tid, p, at, self.attempts[p, tid])
+
+    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1), n=st.integers(1, 2))
+    def grow(self, i: int, p: int, n: int) -> None:
+        """Stream: prefill computes `n` tokens more; the prompt has three."""
+        plan, key = self.plans[i], (p, self.plans[i].tid)
+        have = self.growing.get(key, [])
+        if (
+            plan.mode != "stream"
+            or key not in self.expected
+            or key in self.readied
+            or key in self.rewinding
+            or key in self.ended
+            or len(self.free_p[p]) < n
+            or len(have) + n > 3
+        ):
+            return
+        new = tuple(self.free_p[p].pop() for _ in range(n))
+        self.growing[key] = have = [*have, *new]
+        self.fill(p, plan.tid, have)
+        self.run_p(p, self.P[p].grown(plan.tid, new, len(have), self.now))
+
+    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1))
+    def preempt(self, i: int, p: int) -> None:
+        """Stream: the engine wants the blocks back, and waits until nothing reads them."""
+        tid = self.plans[i].tid
+        key = (p, tid)
+        if not self.growing.get(key) or key in self.rewinding:
+            return
+        blocks = self.growing.pop(key)
+        self.rewinding.add(key)
+        self.attempts[key] += 1
+        self.run_p(p, self.P[p].rewind(tid, self.now))
+        while key in self.rewinding:
+            mine = [w for w in self.writes if (w.p, w.register.transfer_id) == key]
+            assert mine, "P keeps the engine waiting for nothing"
+            self.finish_write(mine[0], True)
+        for block in blocks:
+            self.mem_p[p][block] = JUNK
+            self.free_p[p].append(block)
 
     @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1))
     def abort(self, i: int, p: int) -> None:
+        self.ended.add((p, self.plans[i].tid))
         self.run_p(p, self.P[p].abort(self.plans[i].tid, "abandoned", "by the test", self.now))
 
     @rule(
@@ -321,7 +399,7 @@ class Pair(RuleBasedStateMachine):
         request = f"{plan.tid}@{d}"
         if d not in plan.ds or request in self.opened or len(self.free_d[d]) < end - start:
             return
-        mode = plan.mode if not odd else {"push": "pull", "pull": "push"}[plan.mode]
+        mode = plan.mode if not odd else {"push": "pull", "pull": "stream", "stream": "push"}[plan.mode]
         blocks = tuple(self.free_d[d].pop() for _ in range(end - start))
         for block in blocks:
             self.owner[d, block] = request
@@ -357,7 +435,9 @@ class Pair(RuleBasedStateMachine):
     def resend(self, d: int, p: int, pick: int, back: bool) -> None:
         """What was said on this connection is said again, late."""
         link = self.links[d, p]
-        sent = [m for m in (link.sent_d if back else link.sent_p) if not isinstance(m, wire.Begin | wire.Grant)]
+        sent = [
+            m for m in (link.sent_d if back else link.sent_p) if not isinstance(m, wire.Begin | wire.Seal | wire.Grant)
+        ]
         queue = link.to_d if back else link.to_p
         if sent and not link.cut:
             queue.append(sent[pick % len(sent)])

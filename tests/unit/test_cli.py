@@ -36,7 +36,7 @@ def test_importing_the_cli_loads_no_heavy_module() -> None:
         (["up", "--bogus"], 2, "unrecognized arguments: --bogus"),
         (["up", "--prefill", "many"], 2, "invalid int value: 'many'"),
         (["up", "--mode", "psuh"], 1, "did you mean 'push'?"),
-        (["up", "--mode", "zzz"], 1, "known: colocated, pull, pull-inline, push, upstream-pull, upstream-push"),
+        (["up", "--mode", "zzz"], 1, "known: colocated, pull, pull-inline, push, stream, upstream-pull, upstream-push"),
         (["up", "--engine", "vlm"], 1, "did you mean 'vllm'?"),
         (["up", "--prefill", "0"], 1, "needs at least 1"),
         (["up", "--decode", "0"], 1, "at least 1 is needed"),

@@ -45,7 +45,10 @@ EXAMPLES: list[wire.Message] = [
     wire.Waiting(transfer_id="t"),
     wire.Cancel(reg_id=1, reason="r"),
     wire.Fetched(reg_id=1, ok=True),
-    wire.Begin(reg_id=1),
+    wire.Begin(reg_id=1, sealed=True),
+    wire.Seal(reg_id=1, end_token=40, attempt=2),
+    wire.Watch(transfer_id="t", percent=50),
+    wire.Reached(transfer_id="t", tokens=20, of=40, ended=False),
     wire.Grant(reg_id=1, block_ids=(1, 2)),
     wire.Landed(reg_id=1, nbytes=2**40, descriptors=3),
     wire.Failed(reg_id=1, code="c", reason="ü"),
@@ -116,7 +119,7 @@ def test_c56_no_message_carries_a_point_in_time():
 
 
 def test_unknown_version_names_both():
-    with pytest.raises(codec.WireError, match="wire version 9, expected 1"):
+    with pytest.raises(codec.WireError, match="wire version 9, expected 2"):
         codec.decode(head(9) + codec.encode(wire.Beat())[3:])
 
 

@@ -41,8 +41,8 @@ def test_unknown_key_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"mode": "pussh"}, r"^mode: 'pussh' \(expected one of push, pull; did you mean 'push'\?\)$"),
-        ({"mode": 7}, r"^mode: 7 \(expected one of push, pull\)$"),
+        ({"mode": "pussh"}, r"^mode: 'pussh' \(expected one of push, pull, stream; did you mean 'push'\?\)$"),
+        ({"mode": 7}, r"^mode: 7 \(expected one of push, pull, stream\)$"),
         ({"side_channel_port": "x"}, r"^side_channel_port: 'x' \(expected int\)$"),
         ({"peers": [5]}, r"^peers: \[5\] \(expected a list of str\)$"),
         ({"lease_s": 0}, "lease_s: 0"),

@@ -38,7 +38,7 @@ def opened(d, mode="push", peers=(("p0", 1),)):
 def test_push(d):
     (r,) = opened(d)
     assert d.incoming() == 0
-    assert acts(d.begun(r, 1.0)) == [] and d.incoming() == 1
+    assert acts(d.begun(r, True, 1.0)) == [] and d.incoming() == 1
     assert acts(d.landed(r, 2.0)) == [Outcome(where(), True, "", "")] and gone(d)
     assert d.landed(r, 2.0) == [] and d.failed(r, "x", "late", 2.0) == []  # C61: late or twice
 
@@ -71,14 +71,14 @@ def test_cancel_waits_for_the_acknowledgement(d):
     (r,) = opened(d)
     assert acts(d.cancel("r", "client left", 1.0)) == [Send("p0", cancel(r, "client left"))]
     assert d.cancel("r", "again", 1.0) == [] and d.incoming() == 1
-    assert acts(d.begun(r, 1.0)) == []
+    assert acts(d.begun(r, True, 1.0)) == []
     (outcome,) = acts(d.failed(r, "cancelled", "ok", 2.0))
     assert (outcome.ok, outcome.code, outcome.reason) == (False, "cancelled", "client left") and gone(d)
 
 
 def test_cancel_crosses_landed(d):
     (r,) = opened(d)
-    d.begun(r, 0.5)
+    d.begun(r, True, 0.5)
     d.cancel("r", "client left", 1.0)
     (outcome,) = acts(d.landed(r, 1.0))
     assert (outcome.ok, outcome.code) == (False, "cancelled") and gone(d)
@@ -87,7 +87,7 @@ def test_cancel_crosses_landed(d):
 
 def test_first_failing_leg_cancels_its_siblings(d):
     a, b, c = opened(d, peers=(("p0", 1), ("p1", 1), ("p2", 1)))
-    d.begun(b, 0.0)
+    d.begun(b, True, 0.0)
     d.landed(c, 0.0)
     out = acts(d.failed(a, "write_failed", "broken", 1.0))
     assert out[0] == Send("p1", cancel(b, "broken")) and isinstance(out[1], Doomed) and d.open_count() == 1
@@ -108,13 +108,13 @@ def test_c41_reads_are_waited_for(d):
 def test_c43_lost_peer_may_have_bytes_on_the_way(d, phase):
     (r,) = opened(d)
     if phase != "registered":
-        d.begun(r, 0.5)
+        d.begun(r, True, 0.5)
     if phase == "cancelling":
         d.cancel("r", "client left", 0.6)
     told = acts(d.peer_gone("p0", "peer_gone", "lost", 1.0))
     assert [type(one) for one in told] == ([] if phase == "cancelling" else [Doomed])
     assert d.incoming() == 1 and d.next_due() == 1.75
-    assert d.begun(r, 1.1) == [] and d.landed(r, 1.1) == [] and acts(d.tick(1.7)) == []
+    assert d.begun(r, True, 1.1) == [] and d.landed(r, 1.1) == [] and acts(d.tick(1.7)) == []
     (outcome,) = acts(d.tick(1.75))
     assert not outcome.ok and outcome.code == ("cancelled" if phase == "cancelling" else "peer_gone") and gone(d)
 
@@ -136,7 +136,7 @@ def test_time_limits(d):
     assert acts(d.tick(1000.0)) == [] and d.open_count() == 1, "no time frees blocks that P may write to"
     assert acts(d.failed(r, "cancelled", "done", 1000.0))[0].code == "transfer_timeout" and gone(d)
     (r,) = opened(d)
-    d.begun(r, 0.0)
+    d.begun(r, True, 0.0)
     cancel, doomed = acts(d.tick(3.0))  # C43
     assert isinstance(cancel.message, Cancel) and isinstance(doomed, Doomed) and "3 s" in doomed.reason
     assert not acts(d.landed(r, 4.0))[0].ok and gone(d), "too late is too late"
@@ -144,7 +144,7 @@ def test_time_limits(d):
 
 def test_silence_fails_the_request_and_keeps_the_blocks(d):
     (r,) = opened(d)
-    d.begun(r, 0.0)
+    d.begun(r, True, 0.0)
     cancel, doomed = acts(d.silent("p0", "silent for 30 s", 1.0))
     assert isinstance(cancel.message, Cancel) and (doomed.code, doomed.reason) == ("peer_gone", "silent for 30 s")
     assert acts(d.silent("p0", "again", 2.0)) == [] and d.open_count() == 1

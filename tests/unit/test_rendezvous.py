@@ -4,6 +4,7 @@ import pytest
 
 from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Register
 from kvferry.protocol.rendezvous import Note, Release, Rendezvous, Send, StartWrite
+from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 
 BLOCKS = (4, 5, 6)
@@ -45,7 +46,7 @@ def test_push_in_every_order(p, order):
         "ready first": ("expect", "ready", "register"),
     }
     out = [one for step in orders[order] for one in acts(steps[step]())]
-    assert out == [Send("d", Begin(reg_id=1)), StartWrite("d", reg(), BLOCKS)]
+    assert out == [Send("d", Begin(reg_id=1, sealed=True)), StartWrite("d", reg(), BLOCKS, Span(0, 40))]
     assert p.tick(99.0) == []  # no lease while WRITEs are under way
     done = acts(p.wrote("d", 1, 1.0, nbytes=9, descriptors=2))
     assert done == [Send("d", Landed(reg_id=1, nbytes=9, descriptors=2)), Release("t", True, "", "")]

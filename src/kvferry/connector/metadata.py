@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready, Wait
+from kvferry.transfer.commands import Abort, Drop, Expect, Grown, Land, Ready, Rewind, Wait
 
 
 @dataclass
@@ -30,9 +30,10 @@ class StepMetadata:
     rejects: list[Reject] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
+    grown: list[Grown] = field(default_factory=list)  # KV there when this step's forward is, more will come
     readies: list[Ready] = field(default_factory=list)  # KV complete when this step's forward is
     finished: list[Ready] = field(default_factory=list)  # KV complete already
-    fences: list[Abort] = field(default_factory=list)  # preempted after hand-over: wait before the forward
+    fences: list[Abort | Rewind] = field(default_factory=list)  # preempted after hand-over: wait before the forward
     idle: bool = False
     news: bool = False  # something leaves before the forward
 

@@ -17,7 +17,7 @@ from kvferry.connector.params import LandingParams, SourceParams, parse
 from kvferry.errors import ConfigError
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.story import Story
-from kvferry.transfer.commands import Abort, Drop, Expect, Land, Ready, Wait
+from kvferry.transfer.commands import Abort, Drop, Expect, Grown, Land, Ready, Rewind, Wait
 
 log = logging.getLogger("kvferry.connector")
 
@@ -28,6 +28,8 @@ class _Source:
 
     request: Any
     params: SourceParams
+    streams: bool = False  # KV is handed over as it is computed
+    streamed: int = 0  # scheduler blocks handed over so far
     handed: bool = False  # Ready is on its way or was
     finished: bool = False  # the engine is done with it and holds its blocks for us
     released: bool = False  # the workers are done with it
@@ -82,11 +84,12 @@ class SchedulerSide:
             elif params.transfer_id in self._transfer_ids:
                 log.error("%s: transfer id %s is in use; the second is ignored", self.engine_id, params.transfer_id)
             else:
-                self._sources[request.request_id] = _Source(request, params)
-                self._transfer_ids.add(params.transfer_id)
                 mode = params.mode or self.config.mode
+                self._sources[request.request_id] = _Source(request, params, mode == "stream")
+                self._transfer_ids.add(params.transfer_id)
                 self._next.news = True
-                self._next.expects.append(Expect(params.transfer_id, request.request_id, mode, params.fan_out))
+                prompt = request.num_prompt_tokens
+                self._next.expects.append(Expect(params.transfer_id, request.request_id, mode, params.fan_out, prompt))
 
     # -- decode -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,13 @@ class SchedulerSide:
         state = output.kv_connector_block_state
         for request_id in output.preempted_req_ids or ():
             source = self._sources.get(request_id)
-            if source is not None and source.handed and not source.finished and not source.released:
+            if source is None:
+                continue
+            if source.streamed and not source.handed:
+                source.streamed = 0
+                step.news = True
+                step.fences.append(Rewind(source.params.transfer_id, request_id))
+            elif source.handed and not source.finished and not source.released:
                 reason = "preempted on the prefill engine after its KV was handed over"
                 step.news = True
                 step.fences.append(Abort(source.params.transfer_id, request_id, reason))
@@ -165,14 +174,20 @@ class SchedulerSide:
                 continue
             request = source.request
             prompt = request.num_prompt_tokens
+            computed = min(request.num_computed_tokens + scheduled, prompt)
             # With more than one token to make, the request runs on and may be preempted: hand over when it finishes.
-            if request.max_tokens == 1 and request.num_computed_tokens + scheduled >= prompt and state is not None:
-                blocks = state.get_block_ids(request_id)
-                if blocks is not None:
-                    source.handed = True
-                    needed = -(-prompt // self.block_size)
-                    ready = Ready(source.params.transfer_id, request_id, tuple(blocks[0][:needed]), prompt)
-                    step.readies.append(ready)
+            last = request.max_tokens == 1 and computed == prompt
+            if not (last or source.streams) or state is None or (blocks := state.get_block_ids(request_id)) is None:
+                continue
+            needed = -(-computed // self.block_size)
+            if last:
+                source.handed = True
+                ready = Ready(source.params.transfer_id, request_id, tuple(blocks[0][:needed]), prompt)
+                step.readies.append(ready)
+            elif needed > source.streamed:
+                new = tuple(blocks[0][source.streamed : needed])
+                step.grown.append(Grown(source.params.transfer_id, request_id, new, computed))
+                source.streamed = needed
         step.idle = not scheduled_any and self._anything_open()
         return step
 
@@ -241,6 +256,8 @@ class SchedulerSide:
                 reason = f"the request ended on the prefill engine before its prompt was computed ({request.status})"
                 self._next.news = True
                 self._next.aborts.append(Abort(params.transfer_id, request_id, reason))
+                if source.streamed and not source.released:
+                    return True, None  # WRITEs may read its blocks still
                 self._forget_source(request_id)
                 return False, None
             source.handed = True

@@ -19,7 +19,7 @@ from kvferry.connector.blocks import Caches, expand
 from kvferry.connector.hooks import take_ms, timed
 from kvferry.connector.metadata import StepMetadata
 from kvferry.story import Story
-from kvferry.transfer.commands import Failing, Received, Result, Sent
+from kvferry.transfer.commands import Failing, Grown, Ready, Received, Result, Rewound, Sent
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.fabric import MakeFabric
 from kvferry.transfer.peers import SCRATCH_BYTES, Identity
@@ -113,7 +113,7 @@ class WorkerSide:
 
     def bind(self, step: StepMetadata) -> None:
         """Before the forward: what needs no KV of this step leaves now."""
-        self._step, self._handed = step, not step.readies
+        self._step, self._handed = step, not (step.readies or step.grown)
         if step.news and self._transfers is not None:
             self._hand_on(self._transfers, step)
 
@@ -148,14 +148,15 @@ class WorkerSide:
     def _hand_over(self, transfers: Transfers) -> None:
         self._handed = True
         moment = None
-        for ready in self._step.readies:
+        news: list[Grown | Ready] = [*self._step.grown, *self._step.readies]
+        for computed in news:
             if moment is None and self._on_device:
                 import torch
 
                 moment = torch.cuda.Event()
                 moment.record(torch.cuda.current_stream())
-            block_ids = expand(ready.block_ids, self._ratio)
-            transfers.submit(dataclasses.replace(ready, block_ids=block_ids, moment=moment))
+            block_ids = expand(computed.block_ids, self._ratio)
+            transfers.submit(dataclasses.replace(computed, block_ids=block_ids, moment=moment))
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """(finished_sending, finished_recving, failed_recving): request ids, each reported once.
@@ -183,6 +184,8 @@ class WorkerSide:
         received: set[str] = set()
         failed: set[str] = set()
         for result in results:
+            if isinstance(result, Rewound):
+                continue  # `fence` waited for it
             if isinstance(result, Sent):
                 if result.request:
                     sent.add(result.request)

@@ -141,4 +141,5 @@ class KvMemory:
             np.multiply(cells, self._read[:, None, :], out=cells)
             np.sum(cells, axis=0, dtype=self._word, out=found[first : first + step])
         tokens = found.reshape(len(block_ids), heads, size, self.array.shape[4]).sum(axis=3, dtype=self._word)
-        return tokens.astype(np.uint64)
+        by_token: U64 = tokens.astype(np.uint64)
+        return by_token

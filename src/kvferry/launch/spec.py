@@ -20,7 +20,7 @@ class Mode:
 
     name: str
     connector: Literal["kvferry", "upstream-pull", "upstream-push", "none"]
-    router_mode: Literal["push", "pull", "colocated"]
+    router_mode: Literal["push", "pull", "stream", "colocated"]
     background: bool = True
 
     @property
@@ -35,6 +35,7 @@ MODES = {
         Mode("pull", "kvferry", "pull"),
         Mode("pull-inline", "kvferry", "pull", background=False),
         Mode("push", "kvferry", "push"),
+        Mode("stream", "kvferry", "stream"),
         Mode("upstream-pull", "upstream-pull", "pull"),
         Mode("upstream-push", "upstream-push", "push"),
     )

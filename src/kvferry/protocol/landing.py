@@ -22,7 +22,8 @@ RequestKey = str
 class Leg(Enum):
     DIALING = auto()  # the peer isn't connected yet
     REGISTERED = auto()  # P knows the destination
-    LANDING = auto()  # push: WRITEs are coming
+    STREAMING = auto()  # stream: WRITEs are coming, and prefill still runs
+    LANDING = auto()  # WRITEs are coming, and they are the last
     READING = auto()  # pull: our READs are posted
     CONFIRMING = auto()  # pull: read; P has yet to say that its blocks held still
     CANCELLING = auto()  # P has yet to say that no write can come
@@ -39,7 +40,17 @@ class Connected:
 
 @dataclass(frozen=True)
 class Begun:
-    """P's `Begin`."""
+    """P's `Begin`, with all KV computed."""
+
+
+@dataclass(frozen=True)
+class BegunEarly:
+    """P's `Begin`, while prefill still runs."""
+
+
+@dataclass(frozen=True)
+class SealedByPeer:
+    """P's `Seal`: prefill is done."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +99,17 @@ LEG_TABLE: Table = {
     (Leg.DIALING, Stop): (Leg.FAILED, ""),
     (Leg.DIALING, PeerGone): (Leg.FAILED, ""),
     (Leg.REGISTERED, Begun): (Leg.LANDING, "landing"),
+    (Leg.REGISTERED, BegunEarly): (Leg.STREAMING, "landing"),
     (Leg.REGISTERED, Granted): (Leg.READING, "read"),
     (Leg.REGISTERED, LandedByPeer): (Leg.LANDED, ""),
     (Leg.REGISTERED, FailedByPeer): (Leg.FAILED, ""),
     (Leg.REGISTERED, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.REGISTERED, PeerGone): (Leg.SETTLING, ""),
+    (Leg.STREAMING, SealedByPeer): (Leg.LANDING, "sealed"),
+    (Leg.STREAMING, LandedByPeer): (Leg.LANDED, ""),
+    (Leg.STREAMING, FailedByPeer): (Leg.FAILED, ""),
+    (Leg.STREAMING, Stop): (Leg.CANCELLING, "cancel"),
+    (Leg.STREAMING, PeerGone): (Leg.SETTLING, ""),
     (Leg.LANDING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.LANDING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.LANDING, Stop): (Leg.CANCELLING, "cancel"),
@@ -112,6 +129,8 @@ LEG_TABLE: Table = {
     (Leg.CONFIRMING, Stop): (Leg.CONFIRMING, ""),
     (Leg.CONFIRMING, PeerGone): (Leg.FAILED, ""),
     (Leg.CANCELLING, Begun): (Leg.CANCELLING, ""),
+    (Leg.CANCELLING, BegunEarly): (Leg.CANCELLING, ""),
+    (Leg.CANCELLING, SealedByPeer): (Leg.CANCELLING, ""),
     (Leg.CANCELLING, Granted): (Leg.CANCELLING, ""),
     (Leg.CANCELLING, LandedByPeer): (Leg.FAILED, ""),
     (Leg.CANCELLING, FailedByPeer): (Leg.FAILED, ""),
@@ -119,6 +138,8 @@ LEG_TABLE: Table = {
     (Leg.CANCELLING, PeerGone): (Leg.SETTLING, ""),
     (Leg.SETTLING, Settled): (Leg.FAILED, ""),
     (Leg.SETTLING, Begun): (Leg.SETTLING, ""),
+    (Leg.SETTLING, BegunEarly): (Leg.SETTLING, ""),
+    (Leg.SETTLING, SealedByPeer): (Leg.SETTLING, ""),
     (Leg.SETTLING, Granted): (Leg.SETTLING, ""),
     (Leg.SETTLING, LandedByPeer): (Leg.SETTLING, ""),
     (Leg.SETTLING, FailedByPeer): (Leg.SETTLING, ""),
@@ -193,7 +214,7 @@ class _Landing:
 class Landings:
     """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
-    `dial_s`: limit for the peer to come up; `prefill_s`: from registered until P begins; `transfer_s`: from P's begin
+    `dial_s`: limit for the peer to come up; `prefill_s`: from registered until prefill is done; `transfer_s`: from then
     until landed; `fence_s`: for P to confirm a READ; `settle_s`: for what a lost peer had on the way. There is no limit
     for P to acknowledge a cancel: until it does, or its connection goes, it may write.
     """
@@ -259,8 +280,11 @@ class Landings:
                 out += self._stop(landing, "peer_gone", reason, now)
         return out
 
-    def begun(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
-        return self._to_leg(reg_id, Begun(), now)
+    def begun(self, reg_id: RegistrationId, sealed: bool, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, Begun() if sealed else BegunEarly(), now)
+
+    def sealed(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
+        return self._to_leg(reg_id, SealedByPeer(), now)
 
     def granted(self, reg_id: RegistrationId, block_ids: tuple[int, ...], now: float) -> list[Instruction]:
         return self._to_leg(reg_id, Granted(), now, block_ids=block_ids)
@@ -298,7 +322,7 @@ class Landings:
                 out += self._apply(landing, leg, Settled(), now)
             elif leg.state is Leg.DIALING:
                 out += self._stop(landing, "peer_unreachable", f"not connected within {self.dial_s:g} s", now)
-            elif leg.state is Leg.REGISTERED:
+            elif leg.state in (Leg.REGISTERED, Leg.STREAMING):
                 reason = f"prefill did not deliver within {self.prefill_s:g} s of the registration"
                 out += self._stop(landing, "transfer_timeout", reason, now)
             else:
@@ -313,12 +337,18 @@ class Landings:
         destinations = (landing.destination for landing in self._landings.values() if not landing.code)
         return any(one.transfer_id == transfer_id and one.start_token < one.end_token for one in destinations)
 
+    def register_of(self, reg_id: RegistrationId) -> Register | None:
+        """Of a leg that is not over."""
+        request = self._by_reg.get(reg_id)
+        leg = self._landings[request].legs[reg_id] if request is not None else None
+        return leg.register if leg is not None and leg.state not in _OVER else None
+
     def open_count(self) -> int:
         return len(self._landings)
 
     def incoming(self) -> int:
         """Legs whose bytes another rank is moving now, or may be: our agent must be driven."""
-        moving = (Leg.LANDING, Leg.CANCELLING, Leg.SETTLING)
+        moving = (Leg.STREAMING, Leg.LANDING, Leg.CANCELLING, Leg.SETTLING)
         return sum(leg.state in moving for one in self._landings.values() for leg in one.legs.values())
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -387,13 +417,15 @@ class Landings:
             out += [Send(leg.peer, leg.register), Note(where.transfer_id, "registered")]
         elif action == "landing":
             out.append(Note(where.transfer_id, "landing"))
+        elif action == "sealed":
+            out.append(Note(where.transfer_id, "sealed"))
         elif action == "read":
             out += [StartRead(leg.peer, leg.register, block_ids), Note(where.transfer_id, "granted")]
         elif action in ("fetched", "unfetched"):
             out.append(Send(leg.peer, Fetched(reg_id=reg_id, ok=action == "fetched")))
         elif action == "cancel":
             out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
-        if changed:
+        if changed and target is not Leg.STREAMING:  # which has the limit of REGISTERED
             self._set_deadline(reg_id, target, now)
         if changed and target in (Leg.FAILED, Leg.SETTLING, Leg.DRAINING):
             out += self._stop(landing, code or "transfer_failed", reason or "transfer failed", now)

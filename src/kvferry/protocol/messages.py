@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.ids import EngineId, LifeId, RegistrationId, TransferId
 
-Mode = Literal["push", "pull"]
+Mode = Literal["push", "pull", "stream"]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -135,9 +135,19 @@ class Fetched(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """P -> D, push: WRITEs are being posted from now on."""
+    """P -> D, push and stream: WRITEs are being posted from now on. `sealed`: prefill is done, no `Seal` follows."""
 
     reg_id: RegistrationId
+    sealed: bool
+
+
+class Seal(Message, frozen=True):
+    """P -> D, stream: prefill is done, the tokens up to `end_token` are all that will come. `attempt`: how many times
+    prefill began anew, and with it the writing."""
+
+    reg_id: RegistrationId
+    end_token: int
+    attempt: Natural
 
 
 class Grant(Message, frozen=True):
@@ -149,7 +159,8 @@ class Grant(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """P -> D, push: every WRITE of this registration has completed."""
+    """P -> D: every WRITE of this registration has completed (push, stream), the READs counted (pull). `nbytes`: all
+    that was written; D knows what it must be."""
 
     reg_id: RegistrationId
     nbytes: int
@@ -186,6 +197,22 @@ class Abandon(Message, frozen=True):
 
     transfer_id: TransferId
     reason: str
+
+
+class Watch(Message, frozen=True):
+    """Router -> P: tell me when `percent` of this transfer's prompt are computed. It need not have come yet."""
+
+    transfer_id: TransferId
+    percent: Annotated[int, msgspec.Meta(ge=0, le=100)]
+
+
+class Reached(Message, frozen=True):
+    """Answer to `Watch`, once. `of`: the prompt's tokens. `ended`: the transfer is over, `tokens` may be fewer."""
+
+    transfer_id: TransferId
+    tokens: Natural
+    of: Natural
+    ended: bool
 
 
 class Abandoned(Message, frozen=True):
@@ -348,6 +375,7 @@ AnyMessage = (
     | Cancel
     | Fetched
     | Begin
+    | Seal
     | Grant
     | Landed
     | Failed
@@ -355,6 +383,8 @@ AnyMessage = (
     | Description
     | Abandon
     | Abandoned
+    | Watch
+    | Reached
     | Why
     | Verdict
     | Inspect

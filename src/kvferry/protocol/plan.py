@@ -51,13 +51,16 @@ def plan(
     dst_block_ids: Sequence[int],
     start_token: int,
     end_token: int,
+    first_plane: int = 0,
+    end_plane: int | None = None,
 ) -> Plan:
     """The fewest regions that bring tokens [start_token, end_token) of the heads of `share` from P to D.
 
     `src`, `dst`: layouts that passed `check_compatible`. `src_block_ids[0]` holds P's logical block
     `start_token // src.block_size`, `dst_block_ids[0]` D's logical block `start_token // dst.block_size`; ids beyond
     `end_token` are ignored; D's ids must be distinct. The last piece moves whole, so up to a piece less one token past
-    `end_token` is written in D's last block, and nothing after it.
+    `end_token` is written in D's last block, and nothing after it. Planes [first_plane, end_plane) only; None: to the
+    last.
 
     The result ascends in `dst`, its regions are disjoint there, and no two of them could be one, except across planes
     that do not interleave: those may be separate allocations that only happen to be neighbours, and the fabric cannot
@@ -71,7 +74,7 @@ def plan(
     _check(src, dst, share, src_block_ids, dst_block_ids, start_token, end_token)
     piece = min(src.block_size, dst.block_size)
     tokens = np.arange(start_token, end_token, piece, dtype=np.int64)
-    source, target = _columns(src), _columns(dst)
+    source, target = _columns(src, first_plane, end_plane), _columns(dst, first_plane, end_plane)
     heads, nbytes = share.count, piece * target.token_bytes
     if _heads_adjoin(source, nbytes) and _heads_adjoin(target, nbytes):
         heads, nbytes = 1, nbytes * np.uint64(share.count)
@@ -79,6 +82,13 @@ def plan(
     to = _addresses(dst, target, share.dst_head_start, heads, dst_block_ids, tokens)
     group = _interleaving(src, source) * len(src.planes) + _interleaving(dst, target)
     return _merged(from_, to, nbytes, group)
+
+
+def total_bytes(src: Layout, dst: Layout, share: HeadShare, start_token: int, end_token: int) -> int:
+    """What `plan` moves in all planes, without planning it."""
+    piece = min(src.block_size, dst.block_size)
+    tokens = -(-(end_token - start_token) // piece) * piece
+    return tokens * share.count * sum(plane.token_bytes for plane in dst.planes)
 
 
 def naive(
@@ -124,8 +134,8 @@ class _Columns:
     token_bytes: U64
 
 
-def _columns(layout: Layout) -> _Columns:
-    rows = [(p.base, p.block_stride, p.head_stride, p.token_bytes) for p in layout.planes]
+def _columns(layout: Layout, first: int, end: int | None) -> _Columns:
+    rows = [(p.base, p.block_stride, p.head_stride, p.token_bytes) for p in layout.planes[first:end]]
     return _Columns(*np.array(rows, dtype=np.uint64).reshape(-1, 4).T)
 
 

@@ -7,112 +7,41 @@ granted READ may still touch its blocks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.lease import Deadlines
-from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Message, Mode, Register
-from kvferry.protocol.table import Table, transition
+from kvferry.protocol.legs import (
+    LEG_TABLE,
+    Cancelled,
+    Faltered,
+    Leg,
+    Nothing,
+    PeerGone,
+    ReadBad,
+    ReadOk,
+    Sealed,
+    SourceLost,
+    StartPull,
+    StartPush,
+    StartStream,
+    WriteDone,
+    WriteFailed,
+)
+from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Message, Mode, Reached, Register, Seal
+from kvferry.protocol.stream import Growth, Pace, Progress, Span
+from kvferry.protocol.table import transition
 
 PeerKey = str
 LegKey = tuple[PeerKey, RegistrationId]
-
-
-class Leg(Enum):
-    HELD = auto()  # waits for the source
-    WRITING = auto()  # push: WRITEs are posted or about to be
-    GRANTED = auto()  # pull: D may read
-    REVOKED = auto()  # pull: D was told that it failed, but may read still
-    FENCING = auto()  # ended, but its WRITEs have not: the outcome waits for them
-    ENDED = auto()
 
 
 class Source(Enum):
     UNSEEN = auto()  # registrations came first
     COMPUTING = auto()  # the engine knows the request
     READY = auto()  # all KV computed; blocks known
-
-
-@dataclass(frozen=True)
-class StartPush:
-    """The source is ready and this leg's WRITEs may go."""
-
-
-@dataclass(frozen=True)
-class StartPull:
-    """The source is ready and D may read it."""
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """The source is ready and this leg wants no bytes."""
-
-
-@dataclass(frozen=True)
-class Cancelled:
-    """D asked to stop."""
-
-
-@dataclass(frozen=True)
-class SourceLost:
-    """The source ended without serving this leg."""
-
-
-@dataclass(frozen=True)
-class PeerGone:
-    """The D rank is dead or cut off."""
-
-
-@dataclass(frozen=True)
-class WriteDone:
-    """Every WRITE of the leg completed."""
-
-
-@dataclass(frozen=True)
-class WriteFailed:
-    """The WRITEs ended, at least one badly, and none is in flight any more."""
-
-
-@dataclass(frozen=True)
-class ReadOk:
-    """D says that its READs completed."""
-
-
-@dataclass(frozen=True)
-class ReadBad:
-    """D says that its READs ended badly."""
-
-
-LEG_TABLE: Table = {
-    (Leg.HELD, StartPush): (Leg.WRITING, "write"),
-    (Leg.HELD, StartPull): (Leg.GRANTED, "grant"),
-    (Leg.HELD, Nothing): (Leg.ENDED, "landed"),
-    (Leg.HELD, Cancelled): (Leg.ENDED, "failed"),
-    (Leg.HELD, SourceLost): (Leg.ENDED, "failed"),
-    (Leg.HELD, PeerGone): (Leg.ENDED, ""),
-    (Leg.WRITING, WriteDone): (Leg.ENDED, "landed"),
-    (Leg.WRITING, WriteFailed): (Leg.ENDED, "failed"),
-    (Leg.WRITING, Cancelled): (Leg.FENCING, ""),
-    (Leg.WRITING, SourceLost): (Leg.FENCING, ""),
-    (Leg.WRITING, PeerGone): (Leg.FENCING, ""),
-    (Leg.FENCING, WriteDone): (Leg.ENDED, "failed"),
-    (Leg.FENCING, WriteFailed): (Leg.ENDED, "failed"),
-    (Leg.FENCING, Cancelled): (Leg.FENCING, ""),
-    (Leg.FENCING, SourceLost): (Leg.FENCING, ""),
-    (Leg.FENCING, PeerGone): (Leg.FENCING, ""),
-    (Leg.GRANTED, ReadOk): (Leg.ENDED, "landed"),
-    (Leg.GRANTED, ReadBad): (Leg.ENDED, "failed"),
-    (Leg.GRANTED, Cancelled): (Leg.ENDED, "failed"),
-    (Leg.GRANTED, SourceLost): (Leg.REVOKED, "failed"),
-    (Leg.GRANTED, PeerGone): (Leg.ENDED, ""),
-    (Leg.REVOKED, ReadOk): (Leg.ENDED, ""),
-    (Leg.REVOKED, ReadBad): (Leg.ENDED, ""),
-    (Leg.REVOKED, Cancelled): (Leg.ENDED, ""),
-    (Leg.REVOKED, SourceLost): (Leg.REVOKED, ""),
-    (Leg.REVOKED, PeerGone): (Leg.ENDED, ""),
-}
 
 
 @dataclass(frozen=True)
@@ -123,16 +52,32 @@ class Send:
 
 @dataclass(frozen=True)
 class StartWrite:
-    """Plan and post: tokens [register.start_token, register.end_token) of the source into the leg's blocks."""
+    """Plan and post `span` of the source into the leg's blocks. Answered by one `wrote` or `write_failed`."""
 
     peer: PeerKey
     register: Register
     block_ids: tuple[int, ...]  # the source's blocks from logical block 0 on
+    span: Span
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """Answer to `rewind`: nothing reads the source's blocks any more."""
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True)
+class Tell:
+    """To whoever asked, which need be no decode rank."""
+
+    asker: PeerKey
+    message: Message
 
 
 @dataclass(frozen=True)
 class Release:
-    """The engine may free the request's blocks. Exactly one per source that reached READY."""
+    """The engine may free the request's blocks. Exactly one per source that reached READY, or ended while streaming."""
 
     transfer_id: TransferId
     ok: bool
@@ -149,14 +94,20 @@ class Note:
     reason: str = ""
 
 
-Instruction = Send | StartWrite | Release | Note
+Instruction = Send | StartWrite | Rewound | Tell | Release | Note
 
 
 @dataclass
 class _Leg:
     peer: PeerKey
     register: Register
+    progress: Progress
     state: Leg = Leg.HELD
+    flying: int = 0  # WRITEs in flight
+    stale: bool = False  # those in flight are of an attempt that is no more
+    bad: bool = False  # one of them failed
+    nbytes: int = 0
+    descriptors: int = 0
     code: str = "cancelled"
     reason: str = ""
     peer_gone: bool = False
@@ -169,7 +120,11 @@ class _Source:
     mode: Mode | None = None
     fan_out: int = 1
     block_ids: tuple[int, ...] = ()
-    num_tokens: int = 0
+    num_tokens: int = 0  # of the prompt
+    growth: Growth = field(default_factory=Growth)
+    attempt: int = 0
+    rewinding: bool = False  # `Rewound` is owed
+    watchers: list[tuple[PeerKey, int]] = field(default_factory=list)  # and the percentage they wait for
     legs: dict[LegKey, _Leg] = field(default_factory=dict)
     waiting: set[PeerKey] = field(default_factory=set)  # D ranks whose request queues
     past: set[LegKey] = field(default_factory=set)  # legs that have ended
@@ -182,6 +137,11 @@ class _Source:
 
     def at_work(self) -> bool:
         return any(leg.state is not Leg.HELD for leg in self.legs.values())
+
+    @property
+    def held(self) -> bool:
+        """The engine keeps the blocks until `Release`."""
+        return self.state is Source.READY or bool(self.block_ids)
 
 
 @dataclass(frozen=True)
@@ -196,35 +156,81 @@ class Rendezvous:
 
     `lease_s`: how long a READY source waits for a registration. `patience_s`: the same while a
     living D rank says that its request queues. `unseen_s`: how long a registration waits for its request to show up.
-    `remember`: how many ended transfers are kept to refuse late comers by name.
+    `remember`: how many ended transfers are kept to refuse late comers by name. `max_flying`: streamed WRITEs in flight
+    to one peer; more chunks wait and become one.
     """
 
-    def __init__(self, *, lease_s: float, unseen_s: float, patience_s: float = 300.0, remember: int = 10_000) -> None:
-        self.lease_s, self.patience_s = lease_s, patience_s
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        unseen_s: float,
+        patience_s: float = 300.0,
+        remember: int = 10_000,
+        max_flying: int = 4,
+    ) -> None:
+        self.lease_s, self.patience_s, self.max_flying = lease_s, patience_s, max_flying
         self.unseen_s = unseen_s
         self._remember = remember
         self._sources: dict[TransferId, _Source] = {}
         self._by_leg: dict[LegKey, TransferId] = {}
         self._ended: OrderedDict[TransferId, Ending] = OrderedDict()
         self._deadlines: Deadlines[TransferId] = Deadlines()
+        self._flying: Counter[PeerKey] = Counter()  # streamed WRITEs in flight
 
     # -- the engine's side ------------------------------------------------------------------------------------------
 
-    def expect(self, transfer_id: TransferId, mode: Mode, fan_out: int, now: float) -> list[Instruction]:
-        """The engine has taken in the request; its KV will come."""
+    def expect(
+        self, transfer_id: TransferId, mode: Mode, fan_out: int, now: float, num_tokens: int = 0
+    ) -> list[Instruction]:
+        """The engine has taken in the request, a prompt of `num_tokens`; its KV will come."""
         source = self._sources.get(transfer_id)
         if transfer_id in self._ended or (source is not None and source.state is not Source.UNSEEN):
             return [Note(transfer_id, "duplicate", "transfer id already used on this engine")]
         if source is None:
             source = self._sources[transfer_id] = _Source(transfer_id)
         source.state = Source.COMPUTING
-        source.mode, source.fan_out = mode, fan_out
+        source.mode, source.fan_out, source.num_tokens = mode, fan_out, num_tokens
         source.expected = source.legs_stated * fan_out
         self._deadlines.clear(transfer_id)
         out: list[Instruction] = [Note(transfer_id, "queued")]
         for leg in list(source.legs.values()):
             out += self._check_mode(source, leg, now)
-        return out
+        return out + self._tell(source)
+
+    def grown(
+        self,
+        transfer_id: TransferId,
+        block_ids: tuple[int, ...],
+        tokens: int,
+        now: float,
+        planes: int | None = None,
+    ) -> list[Instruction]:
+        """Stream: more KV is there, up to `tokens` (with `planes`: only the first ones of what is new). `block_ids`:
+        those that hold it and were not named before. They stay until `Release`, or until `Rewound`."""
+        source = self._sources.get(transfer_id)
+        if source is None or source.state is not Source.COMPUTING or source.doomed:
+            return []  # it was given up meanwhile
+        source.block_ids += block_ids
+        if planes is None:
+            source.growth.grow(tokens)
+        else:
+            source.growth.grow_part(tokens, planes)
+        return self._pump_all(source, now) + self._tell(source)
+
+    def rewind(self, transfer_id: TransferId, now: float) -> list[Instruction]:
+        """Stream: the engine takes the blocks back and will compute the prompt anew. `Rewound` when nothing reads them.
+        Sources that are not here (any more) are rewound at once."""
+        source = self._sources.get(transfer_id)
+        if source is None or source.state is not Source.COMPUTING:
+            return [Rewound(transfer_id)]
+        source.attempt += 1
+        source.block_ids, source.growth, source.rewinding = (), Growth(), True
+        for leg in source.legs.values():
+            leg.progress.rewind()
+            leg.nbytes = leg.descriptors = 0
+            leg.stale = leg.flying > 0
+        return [Note(transfer_id, "rewound"), *self._settle(source, now)]
 
     def ready(
         self, transfer_id: TransferId, block_ids: tuple[int, ...], num_tokens: int, now: float
@@ -236,10 +242,12 @@ class Rendezvous:
             return [Release(transfer_id, False, ending.code, ending.reason)]
         source.state = Source.READY
         source.block_ids, source.num_tokens = block_ids, num_tokens
+        source.growth.grow(num_tokens)
+        source.growth.sealed = True
         out: list[Instruction] = [Note(transfer_id, "computed")]
         for leg in list(source.legs.values()):
             out += self._start(source, leg, now)
-        return out + self._settle(source, now)
+        return out + self._tell(source) + self._settle(source, now)
 
     def abort(self, transfer_id: TransferId, code: str, reason: str, now: float) -> list[Instruction]:
         """The request ended without KV, or nobody will come for it (`Abandon`). Idempotent."""
@@ -252,14 +260,19 @@ class Rendezvous:
         source.doomed = True
         for leg in list(source.legs.values()):
             out += self._apply(source, leg, SourceLost(), now, code, reason)
-        if source.state is Source.READY:
-            return out + self._settle(source, now)
-        self._forget(source, Ending(False, code, reason))
-        return [*out, Note(transfer_id, "failed", reason)]
+        if not source.held:
+            out.append(Note(transfer_id, "failed", reason))
+        return out + self._settle(source, now)
 
     # -- the decode rank's side -------------------------------------------------------------------------------------
 
-    def register(self, peer: PeerKey, message: Register, now: float) -> list[Instruction]:
+    def register(
+        self,
+        peer: PeerKey,
+        message: Register,
+        now: float,
+        pace: Pace = Pace(),  # noqa: B008 - immutable
+    ) -> list[Instruction]:
         key = (peer, message.reg_id)
         transfer_id = message.transfer_id
         if key in self._by_leg:
@@ -277,15 +290,19 @@ class Rendezvous:
             self._deadlines.set(transfer_id, now + self.unseen_s)
         if key in source.past:
             return []  # re-sent, late
-        leg = source.legs[key] = _Leg(peer, message)
+        leg = source.legs[key] = _Leg(peer, message, Progress(message.start_token, message.end_token, pace))
         self._by_leg[key] = transfer_id
         source.legs_stated = max(source.legs_stated, message.legs)
         source.expected = source.legs_stated * source.fan_out
         out: list[Instruction] = [Note(transfer_id, "met" if source.state is Source.READY else "held")]
         if source.state is not Source.UNSEEN:
             out += self._check_mode(source, leg, now)
-        if source.state is Source.READY and leg.state is Leg.HELD:
+        if source.doomed and leg.state is Leg.HELD:
+            out += self._apply(source, leg, SourceLost(), now, *source.last_failure)
+        elif source.state is Source.READY and leg.state is Leg.HELD:
             out += self._start(source, leg, now)
+        elif source.state is Source.COMPUTING:
+            out += self._pump(source, leg, now)
         return out + self._settle(source, now)
 
     def waiting(self, peer: PeerKey, transfer_id: TransferId, now: float) -> list[Instruction]:
@@ -305,6 +322,8 @@ class Rendezvous:
 
     def peer_gone(self, peer: PeerKey, reason: str, now: float) -> list[Instruction]:
         out: list[Instruction] = []
+        for source in self._sources.values():
+            source.watchers = [one for one in source.watchers if one[0] != peer]
         for key in [key for key in self._by_leg if key[0] == peer]:
             source = self._sources[self._by_leg[key]]
             leg = source.legs[key]
@@ -321,13 +340,31 @@ class Rendezvous:
     def wrote(
         self, peer: PeerKey, reg_id: RegistrationId, now: float, *, nbytes: int, descriptors: int
     ) -> list[Instruction]:
-        return self._leg_event((peer, reg_id), WriteDone(), now, "", "", nbytes, descriptors)
+        return self._written((peer, reg_id), now, nbytes, descriptors)
 
     def write_failed(
         self, peer: PeerKey, reg_id: RegistrationId, reason: str, now: float, code: str = "write_failed"
     ) -> list[Instruction]:
-        """The WRITEs of the leg have ended and at least one failed."""
-        return self._leg_event((peer, reg_id), WriteFailed(), now, code, reason)
+        """One WRITE of the leg has ended badly."""
+        return self._written((peer, reg_id), now, 0, 0, code, reason)
+
+    # -- whoever asks -----------------------------------------------------------------------------------------------
+
+    def watch(self, asker: PeerKey, transfer_id: TransferId, percent: int, now: float) -> list[Instruction]:
+        """Tell `asker` once when `percent` of the prompt are computed, or when the transfer is over."""
+        source = self._sources.get(transfer_id)
+        if source is None:
+            if transfer_id in self._ended:
+                return [Tell(asker, Reached(transfer_id=transfer_id, tokens=0, of=0, ended=True))]
+            source = self._sources[transfer_id] = _Source(transfer_id)
+            self._deadlines.set(transfer_id, now + self.unseen_s)
+        source.watchers.append((asker, percent))
+        return self._tell(source)
+
+    def unwatch(self, asker: PeerKey) -> None:
+        """The asker is gone."""
+        for source in self._sources.values():
+            source.watchers = [one for one in source.watchers if one[0] != asker]
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -338,7 +375,10 @@ class Rendezvous:
         out: list[Instruction] = []
         for transfer_id in self._deadlines.lapsed(now):
             source = self._sources[transfer_id]
-            if source.state is Source.UNSEEN:
+            if source.state is Source.UNSEEN and not source.legs:  # somebody asked for its progress, no more
+                del self._sources[transfer_id]
+                out += self._tell(source, ended=True)
+            elif source.state is Source.UNSEEN:
                 reason = f"no prefill request with this transfer id came within {self.unseen_s:g} s"
                 out += self.abort(transfer_id, "prefill_never_came", reason, now)
             elif not source.at_work():
@@ -378,26 +418,94 @@ class Rendezvous:
         if wanted.end_token > source.num_tokens:
             reason = f"decode side wants {wanted.end_token} tokens, prefill side has {source.num_tokens}"
             return self._apply(source, leg, SourceLost(), now, "prompt_mismatch", reason)
-        return self._apply(source, leg, StartPush() if wanted.mode == "push" else StartPull(), now, "", "")
+        if wanted.mode == "pull":
+            return self._apply(source, leg, StartPull(), now, "", "")
+        if wanted.mode == "push":
+            return self._apply(source, leg, StartPush(), now, "", "")
+        return self._pump(source, leg, now)
+
+    def _pump_all(self, source: _Source, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for leg in list(source.legs.values()):
+            out += self._pump(source, leg, now)
+        return out
+
+    def _pump(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
+        """Stream: write what is there and not yet written, as far as the peer may be loaded."""
+        if leg.register.mode != "stream" or leg.stale or leg.state not in (Leg.HELD, Leg.STREAMING, Leg.WRITING):
+            return []
+        out: list[Instruction] = []
+        while self._flying[leg.peer] < self.max_flying and (span := leg.progress.take(source.growth)) is not None:
+            if leg.state is Leg.HELD:
+                out += self._apply(source, leg, StartStream(), now, "", "")
+            out.append(StartWrite(leg.peer, leg.register, source.block_ids, span))
+            leg.flying += 1
+            self._flying[leg.peer] += 1
+        if source.growth.sealed and leg.state is Leg.STREAMING:
+            out += self._apply(source, leg, Sealed(), now, "", "")
+        if leg.state is Leg.WRITING and leg.progress.complete and not leg.flying:
+            out += self._apply(source, leg, WriteDone(), now, "", "")
+        return out
+
+    def _written(
+        self, key: LegKey, now: float, nbytes: int, descriptors: int, code: str = "", reason: str = ""
+    ) -> list[Instruction]:
+        transfer_id = self._by_leg.get(key)
+        if transfer_id is None:
+            return []
+        source = self._sources[transfer_id]
+        leg = source.legs[key]
+        leg.flying -= 1
+        streamed = leg.register.mode == "stream"
+        if streamed:
+            self._flying[leg.peer] -= 1
+        if not leg.stale:
+            leg.nbytes, leg.descriptors = leg.nbytes + nbytes, leg.descriptors + descriptors
+        out: list[Instruction] = []
+        if code:
+            leg.bad = True
+        if not leg.flying:
+            leg.stale = False
+            if leg.bad:
+                out += self._apply(source, leg, WriteFailed(), now, code, reason)
+            elif leg.state is Leg.FENCING or (leg.state is Leg.WRITING and leg.progress.complete):
+                out += self._apply(source, leg, WriteDone(), now, "", "")
+        elif code:
+            out += self._apply(source, leg, Faltered(), now, code, reason)
+        out += self._pump_all(source, now) + self._settle(source, now)
+        if streamed:
+            for other in [one for one in self._sources.values() if one is not source and one.mode == "stream"]:
+                out += self._pump_all(other, now) + self._settle(other, now)
+        return out
+
+    def _tell(self, source: _Source, ended: bool = False) -> list[Instruction]:
+        """Those who wait for what is reached now."""
+        tokens, of = source.growth.tokens, source.num_tokens
+        known = source.state is not Source.UNSEEN
+        due = [
+            (asker, percent)
+            for asker, percent in source.watchers
+            if ended or source.growth.sealed or (known and tokens * 100 >= percent * of)
+        ]
+        source.watchers = [one for one in source.watchers if one not in due]
+        return [
+            Tell(asker, Reached(transfer_id=source.transfer_id, tokens=tokens, of=of, ended=ended)) for asker, _ in due
+        ]
 
     def _leg_event(
         self,
         key: LegKey,
-        event: Cancelled | WriteDone | WriteFailed | ReadOk | ReadBad,
+        event: Cancelled | ReadOk | ReadBad,
         now: float,
         code: str,
         reason: str,
-        nbytes: int = 0,
-        descriptors: int = 0,
     ) -> list[Instruction]:
         transfer_id = self._by_leg.get(key)
         if transfer_id is None:
-            if isinstance(event, WriteDone | WriteFailed):
-                return []
             text = "this registration has ended or was never made"
             return [Send(key[0], Failed(reg_id=key[1], code="expired_transfer", reason=text))]
         source = self._sources[transfer_id]
-        out = self._apply(source, source.legs[key], event, now, code, reason, nbytes, descriptors)
+        out = self._apply(source, source.legs[key], event, now, code, reason)
         return out + self._settle(source, now)
 
     def _apply(
@@ -408,8 +516,6 @@ class Rendezvous:
         now: float,
         code: str,
         reason: str,
-        nbytes: int = 0,
-        descriptors: int = 0,
     ) -> list[Instruction]:
         target, action = transition(LEG_TABLE, "prefill leg", leg.state, event)
         assert isinstance(target, Leg)
@@ -425,10 +531,19 @@ class Rendezvous:
             out.append(Send(peer, Grant(reg_id=reg_id, block_ids=source.block_ids)))
         elif action == "write":
             out.append(Note(source.transfer_id, "matched"))
-            out.append(Send(peer, Begin(reg_id=reg_id)))
-            out.append(StartWrite(peer, leg.register, source.block_ids))
+            out.append(Send(peer, Begin(reg_id=reg_id, sealed=True)))
+            span = Span(leg.register.start_token, leg.register.end_token)
+            out.append(StartWrite(peer, leg.register, source.block_ids, span))
+            leg.flying += 1
+            leg.progress.tokens = leg.progress.end
+        elif action == "stream":
+            out.append(Note(source.transfer_id, "matched"))
+            out.append(Send(peer, Begin(reg_id=reg_id, sealed=False)))
+        elif action == "seal":
+            out.append(Note(source.transfer_id, "sealed"))
+            out.append(Send(peer, Seal(reg_id=reg_id, end_token=leg.register.end_token, attempt=source.attempt)))
         elif action == "landed":
-            out.append(Send(peer, Landed(reg_id=reg_id, nbytes=nbytes, descriptors=descriptors)))
+            out.append(Send(peer, Landed(reg_id=reg_id, nbytes=leg.nbytes, descriptors=leg.descriptors)))
         elif action == "failed" and not leg.peer_gone:
             out.append(Send(peer, Failed(reg_id=reg_id, code=leg.code, reason=leg.reason)))
         if target is Leg.ENDED:
@@ -440,28 +555,38 @@ class Rendezvous:
             key = (peer, reg_id)
             del source.legs[key], self._by_leg[key]
             source.past.add(key)
+        elif target is Leg.FENCING and not leg.flying:
+            out += self._apply(source, leg, WriteDone(), now, "", "")
         return out
 
     def _settle(self, source: _Source, now: float) -> list[Instruction]:
         """After any event: release the source if it is done, or restart its lease if it idles."""
-        if source.state is not Source.READY or source.transfer_id not in self._sources:
+        if source.transfer_id not in self._sources:
             return []
+        rewound: list[Instruction] = []
+        if source.rewinding and not any(leg.flying for leg in source.legs.values()):
+            source.rewinding = False
+            rewound.append(Rewound(source.transfer_id))
+        if source.state is not Source.READY and not source.doomed:
+            return rewound
         served = 0 < source.expected <= source.ended_ok + source.ended_bad
         if not source.legs and (served or source.doomed):
             ok = not source.doomed and source.ended_bad == 0
             code, reason = ("", "") if ok else source.last_failure
         else:
-            if not source.at_work():
+            if source.state is Source.READY and not source.at_work():
                 patience = self.patience_s if source.waiting else self.lease_s
                 self._deadlines.set(source.transfer_id, now + patience)
-            return []
-        self._forget(source, Ending(ok, code, reason))
-        return [Release(source.transfer_id, ok, code, reason)]
+            return rewound
+        told = self._forget(source, Ending(ok, code, reason))
+        release = [Release(source.transfer_id, ok, code, reason)] if source.held else []
+        return [*rewound, *release, *told]
 
-    def _forget(self, source: _Source, ending: Ending) -> None:
+    def _forget(self, source: _Source, ending: Ending) -> list[Instruction]:
         del self._sources[source.transfer_id]
         self._deadlines.clear(source.transfer_id)
         self._bury(source.transfer_id, ending)
+        return self._tell(source, ended=True)
 
     def _bury(self, transfer_id: TransferId, ending: Ending) -> None:
         self._ended.setdefault(transfer_id, ending)

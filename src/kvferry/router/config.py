@@ -10,7 +10,7 @@ from kvferry.errors import ConfigError
 from kvferry.router.spec import EngineSpec
 
 Connector = Literal["kvferry", "upstream-pull", "upstream-push", "none"]
-Mode = Literal["push", "pull", "colocated"]
+Mode = Literal["push", "pull", "stream", "colocated"]
 MIB = 1024 * 1024
 
 
@@ -21,6 +21,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill: tuple[EngineSpec, ...] = ()
     connector: Connector = "kvferry"
     mode: Mode = "push"
+    bind: str = "early"
+    """When a decode engine is chosen in mode `stream`: 'early', with the prefill engine; 'late', when prefill is done;
+    'at=PERCENT', when so much of the prompt is computed. KV that was computed before is written then."""
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str = ""
@@ -47,8 +50,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def colocated(self) -> bool:
         return self.connector == "none" or self.mode == "colocated"
 
+    @property
+    def bind_percent(self) -> int:
+        """0: early, 100: late. Raises `ConfigError`."""
+        named = {"early": 0, "late": 100}
+        if self.bind in named:
+            return named[self.bind]
+        kind, _, percent = self.bind.partition("=")
+        if kind != "at" or not percent.isdigit() or not 0 <= int(percent) <= 100:
+            raise ConfigError(f"--bind: {self.bind!r}", hint="expected early, late or at=PERCENT, for example at=50")
+        return int(percent)
+
     def check(self) -> None:
         """Raises `ConfigError` for settings that contradict each other."""
+        if self.bind_percent and (self.mode != "stream" or self.connector != "kvferry"):
+            raise ConfigError(f"--bind: {self.bind!r} with mode {self.mode!r}", hint="only --mode stream can bind late")
         if not self.decode:
             raise ConfigError("no decode engine", hint="--decode URL")
         if not self.colocated and not self.prefill:

@@ -65,7 +65,7 @@ class KVFerry:
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.name = mode
-        self.concurrent = mode == "push"
+        self.concurrent = mode in ("push", "stream")
 
     def refuse(self, plan: Plan) -> None:
         pass

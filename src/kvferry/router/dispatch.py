@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -26,6 +26,7 @@ from kvferry.router.replies import LegFailed
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
 from kvferry.router.upstream import engine_error, forwarded, read_all, read_some
+from kvferry.transfer import inquiry
 
 Result = TypeVar("Result")
 
@@ -43,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """`prefill` None: D alone."""
+    """`choose`: picks D, raises `Refusal`. `prefill` None: D alone."""
 
     def __init__(
         self,
@@ -51,11 +52,11 @@ class Exchange:
         plan: Plan,
         part: Body,
         headers: Mapping[str, str],
-        decode: Engine,
+        choose: Callable[[], Engine],
         prefill: Engine | None,
     ) -> None:
         self.transfer_id: TransferId = new_transfer_id()
-        self.decode = decode
+        self._choose, self._decode = choose, None if prefill and services.config.bind_percent else choose()
         self.prefill = prefill
         self.prefill_reply: Body | None = None
         self._services = services
@@ -74,8 +75,18 @@ class Exchange:
         for engine in self._engines():
             engine.in_flight += 1
 
+    @property
+    def bound(self) -> bool:
+        """D is chosen."""
+        return self._decode is not None
+
+    @property
+    def decode(self) -> Engine:
+        assert self._decode is not None, "not bound yet"
+        return self._decode
+
     def _engines(self) -> list[Engine]:
-        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+        return [engine for engine in (self.prefill, self._decode) if engine is not None]
 
     def note(self, event: str, **facts: Any) -> None:
         self._services.story.note(self.transfer_id, event, **facts)
@@ -89,13 +100,30 @@ class Exchange:
             self.note("dispatched", decode=self.decode.url, mode="colocated")
             return await self._start(self._decode_leg(None))
         self._services.metrics.pd_requests.labels(self._dialect.name).inc()
-        self.note("dispatched", prefill=self.prefill.url, decode=self.decode.url, mode=self._dialect.name)
+        told = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
+        self.note("dispatched", prefill=self.prefill.url, mode=self._dialect.name, **told)
         prefill = self._start(self._prefill_leg(self._dialect, self.prefill))
+        if not self.bound:
+            await self._bind(prefill, self.prefill)
         if not self._dialect.concurrent:
             returned = (await prefill).get("kv_transfer_params")
             return await self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, returned)))
         decode = self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, None)))
         return await self._first_of(prefill, decode)
+
+    async def _bind(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
+        """Choose D when enough of the prompt is computed; P's error ends the wait."""
+        percent, waits = self._services.config.bind_percent, list[asyncio.Task[Any]]([prefill])
+        if percent < 100:
+            spec = engine.spec
+            asked = inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent)
+            waits.append(self._start(asked))
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if prefill.done():
+            prefill.result()
+        self._decode = self._choose()
+        self._decode.in_flight += 1
+        self.note("bound", decode=self._decode.url)
 
     async def _first_of(self, prefill: asyncio.Task[Body], decode: asyncio.Task[Answer]) -> Answer:
         """D's answer; P's error goes before D's. A token of D's proves that P's KV has landed: it waits for nothing."""
@@ -140,7 +168,8 @@ class Exchange:
 
     def late(self) -> LegFailed:
         """The request's deadline passed."""
-        waiting = self.prefill if self.prefill is not None and not self._prefill_ok.is_set() else self.decode
+        unready = self.prefill is not None and not (self._prefill_ok.is_set() and self.bound)
+        waiting = self.prefill if self.prefill is not None and unready else self.decode
         limit = self._services.config.request_timeout_s
         message = f"{waiting.role} engine {waiting.url} did not finish within the request deadline of {limit:g} s"
         return LegFailed(message, side=waiting.role, peer=waiting.url, cause=TransferTimeout(message))

@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default["mode"],
         help="of connector kvferry; colocated sends each request to one decode engine alone",
     )
+    parser.add_argument(
+        "--bind",
+        default=default["bind"],
+        metavar="WHEN",
+        help="mode stream: choose the decode engine early, late (prefill is done) or at=PERCENT of it (default: early)",
+    )
     parser.add_argument("--story-dir", default="", metavar="DIR", help="append each request's events to a file there")
     parser.add_argument(
         "--request-timeout", type=float, default=0.0, metavar="S", help="for a whole request; 0: no limit (default)"
@@ -81,6 +87,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         decode=tuple(parse_spec(text) for text in args.decode),
         connector=args.connector,
         mode=args.mode,
+        bind=args.bind,
         story_dir=args.story_dir,
         request_timeout_s=args.request_timeout,
         api_key=args.api_key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -104,7 +105,7 @@ class Generation:
                 "X-Request-Id", uuid.uuid4().hex
             )  # the parts' replies carry one id, as one engine's would
         for part in plan.parts:
-            decode = pool.pick("decode", plan.model)
+            decode = functools.partial(pool.pick, "decode", plan.model)
             prefill: Engine | None = None
             if self._services.dialect is not None:
                 try:
@@ -112,7 +113,7 @@ class Generation:
                 except Refusal as refusal:
                     if not config.allow_local_prefill:
                         raise
-                    log.warning("decode engine %s computes a prompt itself: %s", decode.url, refusal)
+                    log.warning("a decode engine computes a prompt itself: %s", refusal)
                     self._services.metrics.local_prefills.inc()
             self._exchanges.append(Exchange(self._services, plan, part, headers, decode, prefill))
         self._reply_headers["x-kvferry-transfer-id"] = self.transfer_ids
@@ -164,6 +165,6 @@ class Generation:
             (time.monotonic() - self._begun) * 1000,
             self.transfer_ids or "-",
             pair.prefill.url if pair and pair.prefill else "-",
-            pair.decode.url if pair else "-",
+            pair.decode.url if pair and pair.bound else "-",
             self._request.headers.get("X-Request-Id", "-"),
         )

@@ -24,6 +24,28 @@ class Expect:
     request: str
     mode: Mode
     fan_out: int
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Grown:
+    """P, stream: KV up to `tokens` is there once `moment` has passed, in the blocks named before and in `block_ids`;
+    with `planes`, only the first ones of what is new. It stays until `Sent` or `Rewound`."""
+
+    transfer_id: TransferId
+    request: str
+    block_ids: tuple[int, ...]
+    tokens: int
+    planes: int | None = None
+    moment: Moment | None = None
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """P, stream: the blocks are wanted back and the prompt will be computed anew; `Rewound` answers."""
+
+    transfer_id: TransferId
+    request: str
 
 
 @dataclass(frozen=True)
@@ -81,7 +103,7 @@ class Drop:
     request: str
 
 
-Command = Expect | Ready | Abort | Land | Wait | Drop
+Command = Expect | Grown | Rewind | Ready | Abort | Land | Wait | Drop
 
 
 @dataclass(frozen=True)
@@ -116,4 +138,12 @@ class Failing:
     reason: str
 
 
-Result = Sent | Failing | Received
+@dataclass(frozen=True)
+class Rewound:
+    """P: nothing reads the blocks any more."""
+
+    request: str
+    transfer_id: TransferId
+
+
+Result = Sent | Rewound | Failing | Received

@@ -16,21 +16,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry import __version__
 from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError, PeerUnreachable
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import fan_in, legs_for
-from kvferry.protocol.plan import PlanError
+from kvferry.protocol.plan import PlanError, total_bytes
+from kvferry.protocol.stream import Pace, Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
+from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
 from kvferry.transfer.fabric import Fabric, Op
-from kvferry.transfer.inspect import inspection
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
 from kvferry.transfer.prober import Prober
@@ -99,9 +99,12 @@ class TransferCore:
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
         )
         self._openings: dict[str, _Opening] = {}
-        self._waiting_moments: list[cmd.Ready] = []
+        self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
         self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
+        self._answers = Answers(
+            identity, self._peers.life, config, layout, self._rendezvous, self._landings, self._endings
+        )
         self._last_progress = 0.0
         self._driven_at = 0.0
         self._peers.dial_standing()
@@ -139,6 +142,7 @@ class TransferCore:
             elif isinstance(event, Up):
                 self._peers.greet(event.key)
             elif isinstance(event, Down):
+                self._rendezvous.unwatch(event.key)
                 self._gone(event.key, "peer_gone", "the connection was lost")
                 if self._prober is not None:
                     self._prober.lost(event.key)
@@ -178,12 +182,15 @@ class TransferCore:
             now = self._clock()
             if isinstance(command, cmd.Expect):
                 self._requests.setdefault(command.transfer_id, command.request)
-                self._run(self._rendezvous.expect(command.transfer_id, command.mode, command.fan_out, now))
-            elif isinstance(command, cmd.Ready):
+                expect = (command.transfer_id, command.mode, command.fan_out, now, command.num_tokens)
+                self._run(self._rendezvous.expect(*expect))
+            elif isinstance(command, cmd.Ready | cmd.Grown):
                 if command.moment is not None and not command.moment.query():
                     self._waiting_moments.append(command)
                 else:
-                    self._ready(command)
+                    self._computed(command)
+            elif isinstance(command, cmd.Rewind):
+                self._rewind(command)
             elif isinstance(command, cmd.Abort):
                 self._abort(command)
             elif isinstance(command, cmd.Land):
@@ -202,6 +209,20 @@ class TransferCore:
         self._run(self._rendezvous.abort(command.transfer_id, "aborted", command.reason, self._clock()))
         if not self._rendezvous.is_open(command.transfer_id):
             self._requests.pop(command.transfer_id, None)
+
+    def _computed(self, command: cmd.Ready | cmd.Grown) -> None:
+        if isinstance(command, cmd.Ready):
+            return self._ready(command)
+        if self._requests.get(command.transfer_id) != command.request:
+            return None
+        grown = (command.transfer_id, command.block_ids, command.tokens, self._clock(), command.planes)
+        return self._run(self._rendezvous.grown(*grown))
+
+    def _rewind(self, command: cmd.Rewind) -> None:
+        if self._requests.get(command.transfer_id) != command.request:
+            return self._on_result(cmd.Rewound(command.request, command.transfer_id))
+        self._waiting_moments = [one for one in self._waiting_moments if one.transfer_id != command.transfer_id]
+        return self._run(self._rendezvous.rewind(command.transfer_id, self._clock()))
 
     def _ready(self, command: cmd.Ready) -> None:
         owner = self._requests.setdefault(command.transfer_id, command.request)
@@ -351,8 +372,12 @@ class TransferCore:
             peer.heard_at = now
             if peer.stage is Stage.SILENT:
                 peer.stage = Stage.UP
-        if isinstance(message, wire.Describe | wire.Abandon | wire.Why | wire.Inspect):
-            self._answer(key, message)
+        if isinstance(message, Question):
+            self._channel.send(key, codec.encode(self._answers.to(message)))
+        elif isinstance(message, wire.Abandon):
+            self._abandon(key, message)
+        elif isinstance(message, wire.Watch):
+            self._run(self._rendezvous.watch(key, message.transfer_id, message.percent, now))
         elif isinstance(message, wire.Probe | wire.ProbeStep):
             if self._prober is not None:
                 self._say(self._prober.take(key, message))
@@ -362,7 +387,7 @@ class TransferCore:
             if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
                 self._peers.stranger(key)
         elif isinstance(message, wire.Register):
-            self._run(self._rendezvous.register(key, message, now))
+            self._run(self._rendezvous.register(key, message, now, self._pace(peer)))
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
@@ -370,11 +395,13 @@ class TransferCore:
         elif isinstance(message, wire.Fetched):
             self._run(self._rendezvous.fetched(key, message.reg_id, message.ok, now))
         elif isinstance(message, wire.Begin):
-            self._run(self._landings.begun(message.reg_id, now))
+            self._run(self._landings.begun(message.reg_id, message.sealed, now))
+        elif isinstance(message, wire.Seal):
+            self._run(self._landings.sealed(message.reg_id, now))
         elif isinstance(message, wire.Grant):
             self._run(self._landings.granted(message.reg_id, message.block_ids, now))
         elif isinstance(message, wire.Landed):
-            self._run(self._landings.landed(message.reg_id, now))
+            self._landed_by(peer, message)
         elif isinstance(message, wire.Failed):
             self._run(self._landings.failed(message.reg_id, message.code, message.reason, now))
         elif isinstance(message, wire.Welcome):
@@ -385,37 +412,31 @@ class TransferCore:
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
 
-    def _answer(self, key: str, question: wire.Describe | wire.Abandon | wire.Why | wire.Inspect) -> None:
-        reply: wire.Message
-        if isinstance(question, wire.Describe):
-            reply = wire.Description(
-                engine_id=self.identity.engine_id,
-                life=self._peers.life,
-                rank=self.identity.rank,
-                tp_size=self.identity.tp_size,
-                role=self.identity.role,
-                mode=self.config.mode,
-                block_size=self._layout.block_size,
-                version=__version__,
-            )
-        elif isinstance(question, wire.Inspect):
-            reply = inspection(self.identity, self.config, self._layout, self._peers.life)
-        elif isinstance(question, wire.Abandon):
-            known = self._rendezvous.is_open(question.transfer_id)
-            now = self._clock()
-            self._run(self._rendezvous.abort(question.transfer_id, "abandoned", question.reason, now))
-            reply = wire.Abandoned(transfer_id=question.transfer_id, known=known)
-        else:
-            transfer_id = question.transfer_id
-            ending = self._endings.get(transfer_id)
-            if self._rendezvous.is_open(transfer_id) or self._landings.is_open(transfer_id):
-                state, code, reason = "open", "", ""
-            elif ending is None:
-                state, code, reason = "unknown", "", ""
-            else:
-                state, code, reason = "ok" if ending[0] else "failed", ending[1], ending[2]
-            reply = wire.Verdict(transfer_id=transfer_id, state=state, code=code, reason=reason)
-        self._channel.send(key, codec.encode(reply))
+    def _pace(self, peer: Peer) -> Pace:
+        unit = max(self._layout.block_size, peer.layout.block_size)
+        share = self._posts.share_with("WRITE", peer)
+        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
+        if not token_bytes:
+            return Pace(unit)
+        least = int(self.config.stream_chunk_bytes / token_bytes)
+        most = max(unit, int(self.config.stream_write_bytes / token_bytes) // unit * unit)
+        return Pace(unit, least, most)
+
+    def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
+        """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
+        register, now = self._landings.register_of(message.reg_id), self._clock()
+        share = self._posts.share_with("READ", peer)
+        if register is not None and register.mode != "pull" and share is not None:
+            wanted = total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
+            if message.nbytes != wanted:
+                reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
+                return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
+        return self._run(self._landings.landed(message.reg_id, now))
+
+    def _abandon(self, key: str, question: wire.Abandon) -> None:
+        known = self._rendezvous.is_open(question.transfer_id)
+        self._run(self._rendezvous.abort(question.transfer_id, "abandoned", question.reason, self._clock()))
+        self._channel.send(key, codec.encode(wire.Abandoned(transfer_id=question.transfer_id, known=known)))
 
     def _say(self, messages: Iterable[tuple[str, wire.Message]]) -> None:
         for key, message in messages:
@@ -428,9 +449,16 @@ class TransferCore:
             if isinstance(instruction, rendezvous.Send):
                 self._peers.send(instruction.peer, instruction.message)
             elif isinstance(instruction, rendezvous.StartWrite):
-                self._post("WRITE", instruction.peer, instruction.register, instruction.block_ids)
+                self._post("WRITE", instruction.peer, instruction.register, instruction.block_ids, instruction.span)
             elif isinstance(instruction, landing.StartRead):
-                self._post("READ", instruction.peer, instruction.register, instruction.source_block_ids)
+                register = instruction.register
+                whole = Span(register.start_token, register.end_token)
+                self._post("READ", instruction.peer, register, instruction.source_block_ids, whole)
+            elif isinstance(instruction, rendezvous.Tell):
+                self._channel.send(instruction.asker, codec.encode(instruction.message))
+            elif isinstance(instruction, rendezvous.Rewound):
+                request = self._requests.get(instruction.transfer_id, "")
+                self._on_result(cmd.Rewound(request, instruction.transfer_id))
             elif isinstance(instruction, rendezvous.Note):
                 self._story.note(instruction.transfer_id, instruction.event, reason=instruction.reason)
             elif isinstance(instruction, rendezvous.Release):
@@ -440,12 +468,12 @@ class TransferCore:
             else:
                 self._landed(instruction)
 
-    def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...]) -> None:
+    def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> None:
         peer = self._peers.by_key.get(key)
         if peer is None or peer.greeting is None:
             return self._ended(op, key, register.reg_id, "the peer went away before anything was posted")
         try:
-            posted = self._posts.start(op, peer, register, source_block_ids)
+            posted = self._posts.start(op, peer, register, source_block_ids, span)
         except PlanError as error:
             return self._ended(op, key, register.reg_id, str(error))
         except FabricError as error:
@@ -510,10 +538,10 @@ class TransferCore:
 
     def _drive_fabric(self) -> None:
         if self._waiting_moments:
-            passed = [ready for ready in self._waiting_moments if ready.moment is None or ready.moment.query()]
-            self._waiting_moments = [ready for ready in self._waiting_moments if ready not in passed]
-            for ready in passed:
-                self._ready(ready)
+            passed = [one for one in self._waiting_moments if one.moment is None or one.moment.query()]
+            self._waiting_moments = [one for one in self._waiting_moments if one not in passed]
+            for command in passed:
+                self._computed(command)
         self._driven_at = self._clock()
         if not self.busy():
             return

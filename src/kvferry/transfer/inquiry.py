@@ -24,8 +24,10 @@ from kvferry.protocol.messages import (
     Message,
     Probe,
     Probed,
+    Reached,
     Refuse,
     Verdict,
+    Watch,
     Why,
 )
 
@@ -71,6 +73,11 @@ async def abandon(host: str, port: int, transfer_id: TransferId, reason: str, ti
     """Tell P that nobody will take this transfer; True if P held anything. Raises `PeerUnreachable`."""
     reply = await _ask(host, port, Abandon(transfer_id=transfer_id, reason=reason), Abandoned, timeout_s)
     return reply.known
+
+
+async def watch(host: str, port: int, transfer_id: TransferId, percent: int, timeout_s: float = 3600.0) -> Reached:
+    """Wait until P has computed so much of the prompt, or the transfer is over. Raises `PeerUnreachable`."""
+    return await _ask(host, port, Watch(transfer_id=transfer_id, percent=percent), Reached, timeout_s)
 
 
 async def why(host: str, port: int, transfer_id: TransferId, timeout_s: float = 2.0) -> Verdict:

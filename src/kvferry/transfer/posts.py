@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
-from kvferry.protocol.layout import fan_in
+from kvferry.protocol.layout import HeadShare, fan_in
 from kvferry.protocol.plan import plan
+from kvferry.protocol.stream import Span
 from kvferry.story import Story
 from kvferry.transfer.fabric import Fabric, Handle, Op
 from kvferry.transfer.peers import Identity, Peer
@@ -16,7 +17,8 @@ from kvferry.transfer.peers import Identity, Peer
 
 @dataclass
 class Post:
-    """The copies of one registration. `posted_at`: when the post began, in the core's monotonic seconds."""
+    """Copies for one registration, all or a part of it. `posted_at`: when the post began, in the core's monotonic
+    seconds."""
 
     op: Op
     peer: str
@@ -46,23 +48,29 @@ class Posts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...]) -> bool:
-        """Plan and post; False if there is nothing to copy. `source_block_ids`: logical block 0 first.
+    def share_with(self, op: Op, peer: Peer) -> HeadShare | None:
+        """Which heads go between that peer and us; None: we have nothing to do with each other."""
+        assert peer.greeting is not None
+        me, other, writing = self._identity, peer.greeting, op == "WRITE"
+        p_rank, d_rank = (me.rank, other.rank) if writing else (other.rank, me.rank)
+        p_tp, d_tp = (me.tp_size, other.tp_size) if writing else (other.tp_size, me.tp_size)
+        shares = fan_in(d_rank, d_tp, p_tp, self._layout.total_heads)
+        return next((share for share in shares if share.p_rank == p_rank), None)
+
+    def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> bool:
+        """Plan and post `span`; False if there is nothing to copy. `source_block_ids`: logical block 0 first.
 
         Raises `PlanError` (nothing was posted) or `FabricError` (some of it may be under way: cut the peer).
         """
         started = self._clock()
-        assert peer.greeting is not None
-        me, writing = self._identity, op == "WRITE"
+        writing = op == "WRITE"
         src, dst = (self._layout, peer.layout) if writing else (peer.layout, self._layout)
-        p_rank, d_rank = (me.rank, peer.greeting.rank) if writing else (peer.greeting.rank, me.rank)
-        p_tp, d_tp = (me.tp_size, peer.greeting.tp_size) if writing else (peer.greeting.tp_size, me.tp_size)
-        shares = fan_in(d_rank, d_tp, p_tp, self._layout.total_heads)
-        share = next((share for share in shares if share.p_rank == p_rank), None)
+        share = self.share_with(op, peer)
         if share is None:
             return False
-        source = source_block_ids[register.start_token // src.block_size :]
-        made = plan(src, dst, share, source, register.block_ids, register.start_token, register.end_token)
+        source = source_block_ids[span.start_token // src.block_size :]
+        target = register.block_ids[span.start_token // dst.block_size - register.start_token // dst.block_size :]
+        made = plan(src, dst, share, source, target, span.start_token, span.end_token, span.first_plane, span.end_plane)
         if not made.descriptors:
             return False
         planned = self._clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from sim_tier import Ask, ask_all, asks, inject, right, simulated
 
 from kvferry.story import read_lines
 
-MODES = ("colocated", "pull", "pull-inline", "push")
+MODES = ("colocated", "pull", "pull-inline", "push", "stream")
 FAULTS = ("--enable-faults",)
+EAGER = {"stream_chunk_bytes": 1}
 NO_CACHE = ("--no-enable-prefix-caching",)
 
 
@@ -35,21 +37,39 @@ def test_two_thousand_random_requests_get_two_thousand_right_answers(mode: str, 
     ],
     ids=["tp2-tp1", "tp1-tp4-blocks32-16", "tp4-tp2-blocks16-64"],
 )
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("mode", ["push", "pull", "stream"])
 def test_unequal_engines(mode: str, prefill: tuple[str, ...], decode: tuple[str, ...], tmp_path: Path) -> None:
     asked = asks(60, seed=1)
-    with simulated(tmp_path, mode, prefill_args=prefill, decode_args=decode) as deployment:
+    chunks = {"prefill_args": (*prefill, "--max-num-batched-tokens=100"), "extra_config": EAGER}
+    how = chunks if mode == "stream" else {"prefill_args": prefill}
+    with simulated(tmp_path, mode, decode_args=decode, **how) as deployment:
         got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=8))
     assert [one.tokens for one in got] == [right(ask) for ask in asked]
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("mode", ["push", "pull", "stream"])
 def test_small_pools_preempt_and_answers_stay_right(mode: str, tmp_path: Path) -> None:
     asked = [Ask(ask.prompt[:150], 60) for ask in asks(120, seed=4)]
     args = ("--num-gpu-blocks-override=96", "--max-model-len=1024", *NO_CACHE)
     with simulated(tmp_path, mode, vllm_args=args) as deployment:
         got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=24))
     assert [one.tokens for one in got] == [right(ask) for ask in asked]
+
+
+@pytest.mark.parametrize("bind", ["early", "late", "at=40"])
+def test_prompts_that_are_streamed_and_preempted_in_their_middle(bind: str, tmp_path: Path) -> None:
+    """Long prompts in small chunks, on a P whose pool holds few of them and caches none."""
+    asked = asks(150, seed=6)
+    small = ("--num-gpu-blocks-override=96", "--max-model-len=1024", "--max-num-batched-tokens=64", *NO_CACHE)
+    how = {"extra_config": EAGER, "router_args": ("--bind", bind)}
+    with simulated(tmp_path, "stream", prefill_args=small, **how) as deployment:
+        got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=24))
+    assert [one.tokens for one in got] == [right(ask) for ask in asked]
+    told = Counter(line["event"] for line in read_lines(tmp_path / "state" / "story"))
+    assert told["rewound"] > 10
+    assert told["bound"] == (0 if bind == "early" else told["received"])
+    if bind == "early":
+        assert told["posted"] > told["landed"], "nothing left before its prompt was done"
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

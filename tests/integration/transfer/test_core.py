@@ -125,7 +125,7 @@ def test_describe_why_and_abandon(house):
     "message",
     [
         wire.Fetched(reg_id=1, ok=True),
-        wire.Begin(reg_id=1),
+        wire.Begin(reg_id=1, sealed=True),
         wire.Warm(),
         wire.Beat(),
         wire.Register(reg_id=1, transfer_id="x", mode="push", start_token=0, end_token=4, block_ids=(1,), legs=1),
@@ -158,8 +158,8 @@ def test_message_out_of_order_ends_the_peer_not_the_engine(house):
     house.run()
     (key,) = d.core._peers.by_key
     (reg_id,) = d.core._landings._by_reg
-    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id)))
-    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id)))
+    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id, sealed=True)))
+    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id, sealed=True)))
     house.run(1)
     house.wait(2.0)
     assert [r.ok for r in d.results] == [False] and d.core._peers.by_key[key].stage is Stage.UP
