@@ -385,8 +385,10 @@ class Pair(RuleBasedStateMachine):
 
     @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1))
     def abort(self, i: int, p: int) -> None:
-        self.ended.add((p, self.plans[i].tid))
-        self.run_p(p, self.P[p].abort(self.plans[i].tid, "abandoned", "by the test", self.now))
+        key = (p, self.plans[i].tid)
+        held = bool(self.growing.get(key)) and key not in self.ended
+        self.ended.add(key)
+        self.run_p(p, self.P[p].abort(self.plans[i].tid, "abandoned", "by the test", self.now, held))
 
     @rule(
         i=st.integers(0, TRANSFERS - 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,10 +70,11 @@ class Legs:
             return Reply(response.status, await response.json())
 
     async def transfer(self, mode: str, prompt: list[int], tokens: int, **more: Any) -> tuple[TransferId, Reply, Reply]:
-        """(transfer id, prefill's reply, decode's reply): push with both legs at once, pull one after the other."""
+        """(transfer id, prefill's reply, decode's reply): push and stream with both legs at once, pull one
+        after the other."""
         transfer_id = new_transfer_id()
         source = self.ask(self.prefill, prompt, 1, source_params(transfer_id, mode), **more)
-        if mode == "push":
+        if mode in ("push", "stream"):
             params = landing_params(transfer_id, mode, self.prefill)
             landing = self.ask(self.decode, prompt, tokens, params, **more)
             first, second = await asyncio.gather(source, landing)
@@ -80,6 +82,24 @@ class Legs:
             first = await source
             second = await self.ask(self.decode, prompt, tokens, first.body["kv_transfer_params"], **more)
         return transfer_id, first, second
+
+
+async def metric(legs: Legs, engine: RunningEngine, name: str) -> float:
+    async with legs.session.get(f"{engine.url}/metrics") as response:
+        text = await response.text()
+    found = re.findall(rf"^vllm:{name}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+    assert found, f"no metric {name}"
+    return sum(map(float, found))
+
+
+async def at_baseline(legs: Legs, engine: RunningEngine, within_s: float) -> None:
+    """No request, no KV block in use."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    async with asyncio.timeout(within_s):
+        while any([await metric(legs, engine, name) for name in names]):
+            # The gauges move when the engine steps: a tiny request makes it.
+            await legs.ask(engine, [1], 1)
+            await asyncio.sleep(0.1)
 
 
 @contextmanager

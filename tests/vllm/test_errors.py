@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,11 +13,11 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from vllm_tier import Legs, deployed, landing_params, side_channel, source_params
+from vllm_tier import Legs, at_baseline, deployed, landing_params, metric, side_channel, source_params
 
 from kvferry.errors import LaunchError
 from kvferry.ids import new_transfer_id
-from kvferry.launch.deployment import Deployment, RunningEngine
+from kvferry.launch.deployment import Deployment
 from kvferry.protocol.messages import Verdict
 from kvferry.story import read_story
 from kvferry.transfer import inquiry
@@ -45,24 +44,6 @@ async def legs(pair: Deployment) -> AsyncIterator[Legs]:
         await at_baseline(legs, legs.decode, 2.0 + LEASE_S)
         _, first, second = await legs.transfer("push", PROMPT, 4)
         assert (first.status, second.status) == (200, 200), (first.body, second.body)
-
-
-async def metric(legs: Legs, engine: RunningEngine, name: str) -> float:
-    async with legs.session.get(f"{engine.url}/metrics") as response:
-        text = await response.text()
-    found = re.findall(rf"^vllm:{name}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
-    assert found, f"no metric {name}"
-    return sum(map(float, found))
-
-
-async def at_baseline(legs: Legs, engine: RunningEngine, within_s: float) -> None:
-    """No request, no KV block in use."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    async with asyncio.timeout(within_s):
-        while any([await metric(legs, engine, name) for name in names]):
-            # The gauges move when the engine steps: a tiny request makes it.
-            await legs.ask(engine, [1], 1)
-            await asyncio.sleep(0.1)
 
 
 async def fails(legs: Legs, params: dict[str, Any], at_least_s: float = 0.0) -> Verdict:

@@ -112,7 +112,7 @@ def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield one
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("mode", ["push", "pull", "stream"])
 async def test_cold_prompts_eight_at_a_time(
     mode: str, expected: dict[tuple[int, ...], list[int]], cold: Deployment
 ) -> None:
@@ -137,7 +137,7 @@ async def test_cold_prompts_eight_at_a_time(
     assert all(ends[transfer_id] for transfer_id, _ in done)
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("mode", ["push", "pull", "stream"])
 async def test_shared_prefixes(mode: str, expected: dict[tuple[int, ...], list[int]], caching: Deployment) -> None:
     """C45, C46, C47: with prefixes of half a block, one block, all blocks cached on both sides, only the rest moves."""
     # The salt makes a cache namespace of each mode, so that the second starts cold too.

@@ -255,9 +255,10 @@ class SchedulerSide:
             if request.num_computed_tokens < prompt or not block_ids:
                 reason = f"the request ended on the prefill engine before its prompt was computed ({request.status})"
                 self._next.news = True
-                self._next.aborts.append(Abort(params.transfer_id, request_id, reason))
-                if source.streamed and not source.released:
-                    return True, None  # WRITEs may read its blocks still
+                held = source.streamed > 0 and not source.released  # WRITEs may read its blocks still
+                self._next.aborts.append(Abort(params.transfer_id, request_id, reason, held))
+                if held:
+                    return True, None
                 self._forget_source(request_id)
                 return False, None
             source.handed = True

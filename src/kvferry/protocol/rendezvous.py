@@ -124,6 +124,7 @@ class _Source:
     growth: Growth = field(default_factory=Growth)
     attempt: int = 0
     rewinding: bool = False  # `Rewound` is owed
+    owed: bool = False  # `Release` is, whatever blocks were named
     watchers: list[tuple[PeerKey, int]] = field(default_factory=list)  # and the percentage they wait for
     legs: dict[LegKey, _Leg] = field(default_factory=dict)
     waiting: set[PeerKey] = field(default_factory=set)  # D ranks whose request queues
@@ -141,7 +142,7 @@ class _Source:
     @property
     def held(self) -> bool:
         """The engine keeps the blocks until `Release`."""
-        return self.state is Source.READY or bool(self.block_ids)
+        return self.owed or self.state is Source.READY or bool(self.block_ids)
 
 
 @dataclass(frozen=True)
@@ -249,12 +250,16 @@ class Rendezvous:
             out += self._start(source, leg, now)
         return out + self._tell(source) + self._settle(source, now)
 
-    def abort(self, transfer_id: TransferId, code: str, reason: str, now: float) -> list[Instruction]:
-        """The request ended without KV, or nobody will come for it (`Abandon`). Idempotent."""
+    def abort(
+        self, transfer_id: TransferId, code: str, reason: str, now: float, held: bool = False
+    ) -> list[Instruction]:
+        """The request ended without (all of) its KV, or nobody will come for it (`Abandon`). `held`: the engine keeps
+        its blocks until `Release`. Idempotent but for that."""
         source = self._sources.get(transfer_id)
         if source is None:
             self._bury(transfer_id, Ending(False, code, reason))
-            return []
+            return [Release(transfer_id, False, code, reason)] if held else []
+        source.owed = source.owed or held
         out: list[Instruction] = []
         source.last_failure = (code, reason)
         source.doomed = True

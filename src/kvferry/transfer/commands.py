@@ -61,11 +61,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Abort:
-    """P: the request ended without its KV."""
+    """P: the request ended without its KV. `held`: its blocks stay until `Sent`, since some of it was streamed."""
 
     transfer_id: TransferId
     request: str
     reason: str
+    held: bool = False
 
 
 @dataclass(frozen=True)

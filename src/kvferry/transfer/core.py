@@ -206,7 +206,8 @@ class TransferCore:
     def _abort(self, command: cmd.Abort) -> None:
         if self._requests.get(command.transfer_id, command.request) != command.request:
             return  # a second request under a transfer id in use: the first one stands
-        self._run(self._rendezvous.abort(command.transfer_id, "aborted", command.reason, self._clock()))
+        how = (command.transfer_id, "aborted", command.reason, self._clock(), command.held)
+        self._run(self._rendezvous.abort(*how))
         if not self._rendezvous.is_open(command.transfer_id):
             self._requests.pop(command.transfer_id, None)
 
