@@ -26,8 +26,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     background: bool = True
     """False (pull on the decode side only): plan, post and poll inside the engine loop, as upstream's pull does."""
 
-    stream_chunk_bytes: int = 1 << 20
-    """Stream: less than this, of one rank's KV, is not sent on its own while prefill runs."""
+    stream_chunk_bytes: int = 0
+    """Stream: less than this, of one rank's KV, is not sent on its own while prefill runs. 0: as much as takes four
+    times what its post alone costs, by what the transfers so far took."""
+
+    stream_layers: bool = True
+    """Stream: a step that ends a prompt hands its layers over in groups, as they are computed, where its KV is worth
+    several WRITEs. On GPUs it makes vLLM use piecewise CUDA graphs: the hooks of layers don't run in full ones."""
 
     stream_write_bytes: int = 256 << 20
     """Stream: at most this much in one WRITE."""

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvferry.ids import TransferId
+from kvferry.protocol import instructions as ask
 from kvferry.protocol import landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.stream import Pace, Span
@@ -115,13 +116,13 @@ class Pair(RuleBasedStateMachine):
 
     def run_p(self, p: int, instructions: list[rendezvous.Instruction]) -> None:
         for one in instructions:
-            if isinstance(one, rendezvous.Send):
+            if isinstance(one, ask.Send):
                 link = self.by_key(one.peer)
                 assert not link.gone_p, "P talks to a peer that it took leave of"
                 if not link.cut:
                     link.to_d.append(one.message)
                     link.sent_d.append(one.message)
-            elif isinstance(one, rendezvous.StartWrite):
+            elif isinstance(one, ask.StartWrite):
                 link = self.by_key(one.peer)
                 assert not link.gone_p
                 key = (p, one.register.transfer_id)
@@ -129,11 +130,11 @@ class Pair(RuleBasedStateMachine):
                 assert one.block_ids == known, "P writes from blocks that it was not given"
                 assert key not in self.rewinding, "P writes on while the engine wants its blocks back"
                 self.writes.append(Copying(p, link.d, one.peer, one.register, one.block_ids, one.span))
-            elif isinstance(one, rendezvous.Rewound):
+            elif isinstance(one, ask.Rewound):
                 key = (p, one.transfer_id)
                 assert not [w for w in self.writes if (w.p, w.register.transfer_id) == key], "rewound under a WRITE"
                 self.rewinding.discard(key)
-            elif isinstance(one, rendezvous.Release):
+            elif isinstance(one, ask.Release):
                 key = (p, one.transfer_id)
                 self.released[key] += 1
                 if key in self.growing:
@@ -150,7 +151,7 @@ class Pair(RuleBasedStateMachine):
 
     def run_d(self, d: int, instructions: list[landing.Instruction]) -> None:
         for one in instructions:
-            if isinstance(one, rendezvous.Send):
+            if isinstance(one, ask.Send):
                 link = self.link(d, one.peer)
                 if link is not None and not link.cut:
                     link.to_p.append(one.message)
@@ -221,7 +222,7 @@ class Pair(RuleBasedStateMachine):
         lost = [w for w in self.writes if w.key == link.key]
         self.writes = [w for w in self.writes if w.key != link.key]
         for write in lost:  # as in the core: D is told why, if it can be reached
-            self.run_p(link.p, machine.write_failed(link.key, write.register.reg_id, "lost", self.now))
+            self.run_p(link.p, machine.write_failed(link.key, write.register.reg_id, "lost", self.now, lost=True))
         self.run_p(link.p, machine.peer_gone(link.key, "lost", self.now))
         link.gone_p = True
         self.cut_link(link)

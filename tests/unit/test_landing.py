@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.protocol.instructions import Note, Send
 from kvferry.protocol.landing import Destination, Doomed, Landings, Outcome, StartRead
 from kvferry.protocol.messages import Cancel, Fetched, Register
-from kvferry.protocol.rendezvous import Note, Send
 from kvferry.protocol.table import UnexpectedEvent
 
 

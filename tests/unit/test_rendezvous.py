@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.protocol.instructions import Note, Release, Send, StartWrite
 from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Register
-from kvferry.protocol.rendezvous import Note, Release, Rendezvous, Send, StartWrite
+from kvferry.protocol.rendezvous import Rendezvous
 from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 

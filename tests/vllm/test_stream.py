@@ -67,7 +67,7 @@ async def test_most_has_left_when_prefill_is_done(legs: Legs, pair: Deployment) 
     computed = next(line["t"] for line in lines if line["event"] == "computed")
     posts = [line for line in lines if line["event"] == "posted"]
     early = sum(post["nbytes"] for post in posts if post["t"] < computed)
-    assert len(posts) == 4 and early >= 0.7 * sum(post["nbytes"] for post in posts)
+    assert len(posts) >= 4 and early >= 0.7 * sum(post["nbytes"] for post in posts)
 
 
 async def test_a_prompt_preempted_in_its_middle_is_written_anew(legs: Legs, pair: Deployment) -> None:

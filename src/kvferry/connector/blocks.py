@@ -8,7 +8,8 @@ scheduler's).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import CompatError
@@ -23,6 +24,7 @@ class Caches:
     layout: Layout
     regions: list[tuple[int, int]]  # (address, bytes) of each backing storage
     ratio: int  # kernel blocks per scheduler block
+    plane_of: Mapping[str, int] = field(default_factory=dict)  # layer name -> index of its plane
 
 
 def _plane(name: str, cache: torch.Tensor) -> tuple[Plane, int, int]:
@@ -48,12 +50,14 @@ def describe(
 ) -> Caches:
     """Raises `CompatError` for caches that can't be addressed this way. Layers that share a tensor count once."""
     planes: dict[int, Plane] = {}
+    bases: dict[str, int] = {}
     storages: dict[int, int] = {}
     shapes = set()
     device: Any = None
     for name, cache in kv_caches.items():
         plane, heads, tokens = _plane(name, cache)
         planes.setdefault(plane.base, plane)
+        bases[name] = plane.base
         shapes.add((heads, tokens, cache.shape[0]))
         storage = cache.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
@@ -73,7 +77,9 @@ def describe(
         device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
         fingerprint=fingerprint,
     )
-    return Caches(layout, list(storages.items()), block_size // tokens)
+    index = {base: at for at, base in enumerate(planes)}
+    plane_of = {name: index[base] for name, base in bases.items()}
+    return Caches(layout, list(storages.items()), block_size // tokens, plane_of)
 
 
 def expand(block_ids: tuple[int, ...], ratio: int) -> tuple[int, ...]:

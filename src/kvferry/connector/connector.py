@@ -88,7 +88,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: a request runs here only when all its KV has landed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: KV leaves when the forward is done."""
+        """Planes may leave in groups before the forward is done; otherwise two comparisons."""
+        assert self._worker is not None
+        if self._worker.next_mark:
+            self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -141,6 +144,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     # -- class level ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        config = connector_config(extra_config)
+        return config.mode == "stream" and config.stream_layers
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

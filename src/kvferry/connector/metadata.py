@@ -31,6 +31,7 @@ class StepMetadata:
     drops: list[Drop] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
     grown: list[Grown] = field(default_factory=list)  # KV there when this step's forward is, more will come
+    parts: list[Grown] = field(default_factory=list)  # what `readies` add in this step, there layer by layer
     readies: list[Ready] = field(default_factory=list)  # KV complete when this step's forward is
     finished: list[Ready] = field(default_factory=list)  # KV complete already
     fences: list[Abort | Rewind] = field(default_factory=list)  # preempted after hand-over: wait before the forward

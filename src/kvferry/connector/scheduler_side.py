@@ -184,6 +184,9 @@ class SchedulerSide:
                 source.handed = True
                 ready = Ready(source.params.transfer_id, request_id, tuple(blocks[0][:needed]), prompt)
                 step.readies.append(ready)
+                if source.streams and self.config.stream_layers:
+                    new = ready.block_ids[source.streamed :]
+                    step.parts.append(Grown(source.params.transfer_id, request_id, new, prompt))
             elif needed > source.streamed:
                 new = tuple(blocks[0][source.streamed : needed])
                 step.grown.append(Grown(source.params.transfer_id, request_id, new, computed))

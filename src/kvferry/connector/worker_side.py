@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvferry.connector.blocks import Caches, expand
 from kvferry.connector.hooks import take_ms, timed
 from kvferry.connector.metadata import StepMetadata
 from kvferry.story import Story
-from kvferry.transfer.commands import Failing, Grown, Ready, Received, Result, Rewound, Sent
+from kvferry.transfer.commands import Failing, Grown, Moment, Ready, Received, Result, Rewound, Sent
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.fabric import MakeFabric
 from kvferry.transfer.peers import SCRATCH_BYTES, Identity
@@ -33,6 +34,7 @@ log = logging.getLogger("kvferry.connector")
 
 _FIRST_IDLE_WAIT_S = 0.001
 _PREFILL_IDLE_MS = 5.0  # on P a new prompt may come while an old one is fetched, and every millisecond is TTFT
+_MOST_PARTS = 8  # of one step, each of which costs the engine thread some microseconds
 _NO_RESULTS: tuple[set[str], set[str], set[str]] = (set(), set(), set())  # shared, never changed
 
 
@@ -47,6 +49,12 @@ class WorkerSide:
         self._ratio = 1
         self._step = StepMetadata()
         self._handed = False  # this step's post-forward part is done
+        self._parts_begun = False  # some of this step's parts have gone out
+        self._marks: deque[int] = deque()  # planes after which this step's parts go out
+        self._block_bytes = 0  # of one scheduler block in this rank
+        self._num_planes = 0
+        self._plane_of: Mapping[str, int] = {}
+        self._saved: set[int] = set()  # planes of this step
         self._reportable: set[str] = set()  # requests whose Received the engine waits for
         self._results: list[Result] = []
         self._idle_wait_s = _FIRST_IDLE_WAIT_S
@@ -67,6 +75,9 @@ class WorkerSide:
             NixlFabric, backends=self.config.backends, num_threads=self.config.num_threads
         )
         self._ratio = caches.ratio
+        self._num_planes, self._plane_of = len(layout.planes), caches.plane_of
+        plane_bytes = sum(plane.token_bytes for plane in layout.planes)
+        self._block_bytes = plane_bytes * layout.heads * layout.block_size * caches.ratio
         self._on_device = layout.device != "cpu"
         self._scratch, scratch = _scratch_on(layout.device)
         fabric = make(self.identity.engine_id)
@@ -116,6 +127,10 @@ class WorkerSide:
         self._step, self._handed = step, not (step.readies or step.grown)
         if step.news and self._transfers is not None:
             self._hand_on(self._transfers, step)
+        self._marks.clear()
+        self._saved.clear()
+        if step.parts and self._transfers is not None:
+            self._plan_parts(self._transfers, step)
 
     @timed
     def _hand_on(self, transfers: Transfers, step: StepMetadata) -> None:
@@ -139,6 +154,51 @@ class WorkerSide:
         for ready in step.finished:
             transfers.submit(dataclasses.replace(ready, block_ids=expand(ready.block_ids, self._ratio)))
 
+    @timed
+    def _plan_parts(self, transfers: Transfers, step: StepMetadata) -> None:
+        nbytes = self._block_bytes * sum(len(part.block_ids) for part in step.parts)
+        pieces = transfers.pieces(nbytes, min(self._num_planes, _MOST_PARTS))
+        self._marks.extend(self._num_planes * piece // pieces for piece in range(1, pieces))
+        self._parts_begun = False
+
+    @property
+    def next_mark(self) -> int:
+        """How many planes must be done for `planes_done` to have something to do; 0: nothing in this step."""
+        return self._marks[0] if self._marks else 0
+
+    def layer_done(self, name: str) -> None:
+        """vLLM saved this layer's KV; layers come in any order, planes go out in theirs."""
+        plane = self._plane_of.get(name)
+        if plane is None:
+            return
+        self._saved.add(plane)
+        mark = self.next_mark
+        if len(self._saved) >= mark and all(index in self._saved for index in range(mark)):
+            self.planes_done(mark)
+
+    @timed
+    def planes_done(self, planes: int) -> None:
+        """The first `planes` planes of this step were launched (CUDA) or are done (CPU)."""
+        if not self._marks or planes < self._marks[0] or self._transfers is None:
+            return
+        first, self._parts_begun = not self._parts_begun, True
+        while self._marks and self._marks[0] <= planes:
+            self._marks.popleft()
+        moment = self._moment()
+        for part in self._step.parts:
+            block_ids = expand(part.block_ids, self._ratio) if first else ()
+            self._transfers.submit(dataclasses.replace(part, block_ids=block_ids, planes=planes, moment=moment))
+
+    def _moment(self) -> Moment | None:
+        """Now, in the device's work."""
+        if not self._on_device:
+            return None
+        import torch
+
+        moment: Moment = torch.cuda.Event()
+        moment.record(torch.cuda.current_stream())  # type: ignore[attr-defined]
+        return moment
+
     def forward_done(self) -> None:
         """After the forward was launched (CUDA) or done (CPU). Idempotent within a step."""
         if not self._handed and self._transfers is not None:
@@ -147,14 +207,10 @@ class WorkerSide:
     @timed
     def _hand_over(self, transfers: Transfers) -> None:
         self._handed = True
-        moment = None
+        self._marks.clear()
+        moment = self._moment()
         news: list[Grown | Ready] = [*self._step.grown, *self._step.readies]
         for computed in news:
-            if moment is None and self._on_device:
-                import torch
-
-                moment = torch.cuda.Event()
-                moment.record(torch.cuda.current_stream())
             block_ids = expand(computed.block_ids, self._ratio)
             transfers.submit(dataclasses.replace(computed, block_ids=block_ids, moment=moment))
 

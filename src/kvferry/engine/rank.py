@@ -122,7 +122,7 @@ class Rank:
         totals = self._forward(work) if work.prompts or work.decodes else {}
         worked = time.monotonic() - begun
         if worked < work.model_s:
-            time.sleep(work.model_s - worked)
+            self._sleep(begun, work.model_s)
         late_s = max(0.0, worked - work.model_s) if work.model_s else 0.0
         if self._worker is None or metadata is None:
             return Done(totals, set(), set(), set(), late_s)
@@ -131,6 +131,14 @@ class Rank:
         if received and self.faults.corrupt is not None:
             self._corrupt(received - failed)
         return Done(totals, set(sent), set(received), set(failed), late_s)
+
+    def _sleep(self, begun: float, model_s: float) -> None:
+        """Until the modelled step is over; its layers are done one after the other, in equal times."""
+        layers = self.config.profile.shape.layers
+        while self._worker is not None and (mark := self._worker.next_mark):
+            _until(begun + model_s * mark / layers)
+            self._worker.planes_done(mark)
+        _until(begun + model_s)
 
     def _tables(self, work: Work) -> None:
         for request_id in work.ended:
@@ -210,6 +218,10 @@ def device_of(device: str, rank: int) -> str:
     """Rank r's device where the engine's is 'cuda:N': the one that is r further on."""
     kind, _, first = device.partition(":")
     return f"{kind}:{int(first) + rank}"
+
+
+def _until(then: float) -> None:
+    time.sleep(max(0.0, then - time.monotonic()))
 
 
 def _ints(values: list[int]) -> NDArray[np.int64]:

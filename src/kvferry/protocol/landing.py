@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvferry.ids import RegistrationId, TransferId
+from kvferry.protocol.instructions import Note, PeerKey, Send
 from kvferry.protocol.lease import Deadlines
 from kvferry.protocol.messages import Cancel, Fetched, Mode, Register
-from kvferry.protocol.rendezvous import Note, PeerKey, Send
 from kvferry.protocol.table import Table, transition
 
 RequestKey = str

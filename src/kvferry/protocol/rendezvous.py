@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvferry.ids import RegistrationId, TransferId
+from kvferry.protocol.instructions import Note, PeerKey, Release, Rewound, Send, StartWrite, Tell
 from kvferry.protocol.lease import Deadlines
 from kvferry.protocol.legs import (
     LEG_TABLE,
@@ -30,11 +31,10 @@ from kvferry.protocol.legs import (
     WriteDone,
     WriteFailed,
 )
-from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Message, Mode, Reached, Register, Seal
+from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Mode, Reached, Register, Seal
 from kvferry.protocol.stream import Growth, Pace, Progress, Span
 from kvferry.protocol.table import transition
 
-PeerKey = str
 LegKey = tuple[PeerKey, RegistrationId]
 
 
@@ -42,56 +42,6 @@ class Source(Enum):
     UNSEEN = auto()  # registrations came first
     COMPUTING = auto()  # the engine knows the request
     READY = auto()  # all KV computed; blocks known
-
-
-@dataclass(frozen=True)
-class Send:
-    peer: PeerKey
-    message: Message
-
-
-@dataclass(frozen=True)
-class StartWrite:
-    """Plan and post `span` of the source into the leg's blocks. Answered by one `wrote` or `write_failed`."""
-
-    peer: PeerKey
-    register: Register
-    block_ids: tuple[int, ...]  # the source's blocks from logical block 0 on
-    span: Span
-
-
-@dataclass(frozen=True)
-class Rewound:
-    """Answer to `rewind`: nothing reads the source's blocks any more."""
-
-    transfer_id: TransferId
-
-
-@dataclass(frozen=True)
-class Tell:
-    """To whoever asked, which need be no decode rank."""
-
-    asker: PeerKey
-    message: Message
-
-
-@dataclass(frozen=True)
-class Release:
-    """The engine may free the request's blocks. Exactly one per source that reached READY, or ended while streaming."""
-
-    transfer_id: TransferId
-    ok: bool
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """One line for the story."""
-
-    transfer_id: TransferId
-    event: str
-    reason: str = ""
 
 
 Instruction = Send | StartWrite | Rewound | Tell | Release | Note
@@ -348,10 +298,17 @@ class Rendezvous:
         return self._written((peer, reg_id), now, nbytes, descriptors)
 
     def write_failed(
-        self, peer: PeerKey, reg_id: RegistrationId, reason: str, now: float, code: str = "write_failed"
+        self,
+        peer: PeerKey,
+        reg_id: RegistrationId,
+        reason: str,
+        now: float,
+        code: str = "write_failed",
+        *,
+        lost: bool = False,
     ) -> list[Instruction]:
-        """One WRITE of the leg has ended badly."""
-        return self._written((peer, reg_id), now, 0, 0, code, reason)
+        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows."""
+        return self._written((peer, reg_id), now, 0, 0, code, reason, lost)
 
     # -- whoever asks -----------------------------------------------------------------------------------------------
 
@@ -453,7 +410,14 @@ class Rendezvous:
         return out
 
     def _written(
-        self, key: LegKey, now: float, nbytes: int, descriptors: int, code: str = "", reason: str = ""
+        self,
+        key: LegKey,
+        now: float,
+        nbytes: int,
+        descriptors: int,
+        code: str = "",
+        reason: str = "",
+        lost: bool = False,
     ) -> list[Instruction]:
         transfer_id = self._by_leg.get(key)
         if transfer_id is None:
@@ -477,6 +441,8 @@ class Rendezvous:
                 out += self._apply(source, leg, WriteDone(), now, "", "")
         elif code:
             out += self._apply(source, leg, Faltered(), now, code, reason)
+        if lost:
+            return out + self._settle(source, now)
         out += self._pump_all(source, now) + self._settle(source, now)
         if streamed:
             for other in [one for one in self._sources.values() if one is not source and one.mode == "stream"]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError, PeerUnreachable
 from kvferry.ids import RegistrationId, TransferId
-from kvferry.protocol import codec, landing, rendezvous
+from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import fan_in, legs_for
 from kvferry.protocol.plan import PlanError, total_bytes
@@ -156,6 +156,13 @@ class TransferCore:
             or self._rendezvous.being_read()
             or self._peers.busy()
         )
+
+    def pieces(self, nbytes: float, most: int) -> int:
+        """Into how many pieces so much KV of one step should be cut. Any thread."""
+        meter = self._posts.meter
+        if self.config.stream_chunk_bytes:
+            return max(1, min(most, int(nbytes / self.config.stream_chunk_bytes)))
+        return meter.cost.pieces(nbytes / meter.bytes_per_descriptor, nbytes, most)
 
     def open_counts(self) -> dict[str, int]:
         """What is held now, for leak checks and metrics."""
@@ -326,7 +333,7 @@ class TransferCore:
         text = self._peers.cut(peer, reason)
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
-                self._run(self._rendezvous.write_failed(key, post.register.reg_id, text, now, code))
+                self._run(self._rendezvous.write_failed(key, post.register.reg_id, text, now, code, lost=True))
         self._run(self._landings.peer_gone(key, code, text, now))
         self._run(self._rendezvous.peer_gone(key, text, now))
         for post in lost:
@@ -419,7 +426,9 @@ class TransferCore:
         token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
         if not token_bytes:
             return Pace(unit)
-        least = int(self.config.stream_chunk_bytes / token_bytes)
+        meter = self._posts.meter
+        worth = self.config.stream_chunk_bytes or meter.cost.least_bytes(meter.bytes_per_descriptor)
+        least = int(worth / token_bytes)
         most = max(unit, int(self.config.stream_write_bytes / token_bytes) // unit * unit)
         return Pace(unit, least, most)
 
@@ -445,24 +454,24 @@ class TransferCore:
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
-    def _run(self, instructions: Iterable[rendezvous.Instruction | landing.Instruction]) -> None:
-        for instruction in instructions:
-            if isinstance(instruction, rendezvous.Send):
+    def _run(self, todo: Iterable[rendezvous.Instruction | landing.Instruction]) -> None:
+        for instruction in todo:
+            if isinstance(instruction, instructions.Send):
                 self._peers.send(instruction.peer, instruction.message)
-            elif isinstance(instruction, rendezvous.StartWrite):
+            elif isinstance(instruction, instructions.StartWrite):
                 self._post("WRITE", instruction.peer, instruction.register, instruction.block_ids, instruction.span)
             elif isinstance(instruction, landing.StartRead):
                 register = instruction.register
                 whole = Span(register.start_token, register.end_token)
                 self._post("READ", instruction.peer, register, instruction.source_block_ids, whole)
-            elif isinstance(instruction, rendezvous.Tell):
+            elif isinstance(instruction, instructions.Tell):
                 self._channel.send(instruction.asker, codec.encode(instruction.message))
-            elif isinstance(instruction, rendezvous.Rewound):
+            elif isinstance(instruction, instructions.Rewound):
                 request = self._requests.get(instruction.transfer_id, "")
                 self._on_result(cmd.Rewound(request, instruction.transfer_id))
-            elif isinstance(instruction, rendezvous.Note):
+            elif isinstance(instruction, instructions.Note):
                 self._story.note(instruction.transfer_id, instruction.event, reason=instruction.reason)
-            elif isinstance(instruction, rendezvous.Release):
+            elif isinstance(instruction, instructions.Release):
                 self._released(instruction)
             elif isinstance(instruction, landing.Doomed):
                 self._doomed(instruction)
@@ -497,7 +506,7 @@ class TransferCore:
         else:
             self._run(self._landings.read_done(reg_id, now))
 
-    def _released(self, release: rendezvous.Release) -> None:
+    def _released(self, release: instructions.Release) -> None:
         self._story.note(release.transfer_id, "released", ok=release.ok, code=release.code, reason=release.reason)
         request = self._requests.pop(release.transfer_id, "")
         self._end(cmd.Sent(request, release.transfer_id, release.ok, release.code, release.reason))

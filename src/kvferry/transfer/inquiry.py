@@ -55,6 +55,8 @@ async def _ask(host: str, port: int, question: Message, answer: type[Answer], ti
             f"side channel {host}:{port} did not answer within {timeout_s:g} s",
             hint="is this the engine's side_channel_host and side_channel_port, and does it run KVFerryConnector?",
         ) from None
+    except codec.WireError as error:
+        raise PeerUnreachable(f"side channel {host}:{port}: {error}") from None
     finally:
         socket.close()
     if isinstance(reply, Refuse):

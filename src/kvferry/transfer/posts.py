@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
+from kvferry.protocol.cost import CostMeter
 from kvferry.protocol.layout import HeadShare, fan_in
 from kvferry.protocol.plan import plan
 from kvferry.protocol.stream import Span
@@ -17,8 +18,8 @@ from kvferry.transfer.peers import Identity, Peer
 
 @dataclass
 class Post:
-    """Copies for one registration, all or a part of it. `posted_at`: when the post began, in the core's monotonic
-    seconds."""
+    """Copies for one registration, all or a part of it. `posted_at`: when the post began, `began_at`: its
+    plan, in the core's monotonic seconds."""
 
     op: Op
     peer: str
@@ -27,6 +28,7 @@ class Post:
     nbytes: int
     descriptors: int
     posted_at: float
+    began_at: float
 
 
 class Posts:
@@ -44,6 +46,7 @@ class Posts:
         self._identity, self._layout, self._fabric = identity, layout, fabric
         self._story, self._clock, self._limit_s = story, clock, limit_s
         self._open: list[Post] = []
+        self.meter = CostMeter()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -74,7 +77,7 @@ class Posts:
         if not made.descriptors:
             return False
         planned = self._clock()
-        post = Post(op, peer.key, register, None, made.total_bytes, made.descriptors, planned)
+        post = Post(op, peer.key, register, None, made.total_bytes, made.descriptors, planned, started)
         self._open.append(post)
         local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
         post.handle = self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device)
@@ -103,6 +106,7 @@ class Posts:
             if done:
                 self._fabric.release(post.handle)
                 self._open.remove(post)
+                self.meter.add(post.descriptors, post.nbytes, self._clock() - post.began_at)
                 wire_ms = round((self._clock() - post.posted_at) * 1e3, 3)
                 event = "written" if post.op == "WRITE" else "read"
                 self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=wire_ms)

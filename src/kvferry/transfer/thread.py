@@ -42,6 +42,10 @@ class TransferThread:
     def submit(self, command: cmd.Command) -> None:
         self._core.submit(command)
 
+    def pieces(self, nbytes: float, most: int) -> int:
+        """Into how many pieces so much KV of one step should be cut."""
+        return self._core.pieces(nbytes, most)
+
     def pending(self) -> bool:
         """Whether `results` has something to say."""
         return bool(self._results) or self._death is not None
@@ -118,6 +122,9 @@ class InlineTransfers:
     def submit(self, command: cmd.Command) -> None:
         self._called_at = time.monotonic()
         self._core.submit(command)
+
+    def pieces(self, nbytes: float, most: int) -> int:
+        return 1  # all posting is done between steps
 
     def pending(self) -> bool:
         """Always: only `results` makes progress."""
