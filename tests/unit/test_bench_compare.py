@@ -1,14 +1,21 @@
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvferry.bench import compare, compare_command, evidence, report, workload
+from kvferry.bench import compare, compare_command, report, witness, workload
 from kvferry.bench.compare import Run, Settings, rounds_plan
-from kvferry.bench.evidence import Counters, check_answers, check_moved
+from kvferry.bench.kv import KvFacts
 from kvferry.bench.records import Batch, Sample, Variant, VoidRun
+from kvferry.bench.watch import Watch
 from kvferry.cli import main as cli
 from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Cancel
+from kvferry.launch.process import ProcessDied
+from kvferry.launch.spec import mode_named
+from kvferry.launch.state import StateDir
+from kvferry.story import Story
 
 KV = 100
 
@@ -87,85 +94,157 @@ def batch(mode, *samples, number=0):
     return Batch(Variant(mode), 11, number, list(samples), first=sample(1_000_000))
 
 
-@pytest.mark.parametrize(("facts", "said"), [({"error": "500: died"}, "died"), ({"tokens": 3}, "3 tokens, 4 were")])
-def test_bad_answers_void_the_run(facts, said):
-    with pytest.raises(VoidRun, match=said):
-        check_answers(Variant("push"), [sample(), sample(1, **facts)], 4, "logs")
+def told(deployment, transfer_id, *events):
+    """Written to the deployment's stories."""
+    for side, event, facts in events:
+        story = Story(deployment.state_dir.story, side)
+        story.note(transfer_id, event, **facts)
+        story.close()
 
 
-NOTHING = Counters(None, None)
+POSTED = ("prefill", "posted", {"nbytes": 16 * KV, "descriptors": 2})
+
+
+class Stub:
+    """In a deployment's place: nothing runs. `metrics`: what its one engine tells."""
+
+    def __init__(self, spec, report=None, cancel=None):
+        self.mode = mode_named(spec.mode)
+        self.state_dir = StateDir(Path(spec.state_dir))
+        self.state_dir.story.mkdir(parents=True, exist_ok=True)
+        self.engines = [SimpleNamespace(url="http://d", role="decode" if self.mode.split else "colocated")]
+        self.ended = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.mode.split:
+            told(self, "t0", ("decode", "hooks", {"part": "worker", "ms": 0.5}))
+
+    def dead(self):
+        return self.ended
+
+
+@pytest.fixture
+def metrics(monkeypatch):
+    """To be filled by name."""
+    found = {}
+    monkeypatch.setattr(witness, "engine_metrics", lambda url: [(name, {}, value) for name, value in found.items()])
+    monkeypatch.setattr(witness, "SETTLE_S", 0.0)
+    return found
+
+
+@pytest.fixture
+def watched(metrics, tmp_path):
+    def made(mode="push"):
+        deployment = Stub(SimpleNamespace(mode=mode, state_dir=tmp_path))
+        return deployment, Watch(deployment, f"{mode} as shipped", KvFacts(KV, 16))
+
+    return made
+
+
+def test_what_was_asked_is_held_to_it(watched):
+    deployment, watch = watched()
+    told(deployment, "t0", POSTED, ("prefill", "hooks", {"ms": 0.25}), ("prefill", "hooks", {"ms": 0.5}))
+    samples, moved = watch.asked(lambda: [sample()], 1, 11, 4)
+    watch.check_engines()
+    assert (moved, samples[0].moved_bytes) == (16 * KV, 16 * KV)
+    told(deployment, "t0", ("decode", "hooks", {"ms": 0.125}))
+    watch.add_hooks(samples)
+    assert samples[0].hooks_ms == {"prefill": 0.75, "decode": 0.125}
 
 
 @pytest.mark.parametrize(
-    ("mode", "facts", "counted", "said"),
+    ("samples", "said"),
     [
-        ("push", {"moved_bytes": 10 * KV - 1}, NOTHING, "moved 999 bytes"),
-        ("pull", {"moved_bytes": None}, NOTHING, "moved 0 bytes"),
-        ("push", {}, Counters(None, 2.0), "computed 2 prompt tokens"),
-        ("upstream-push", {}, Counters(10 * KV - 1, 0.0), "moved 999 bytes"),
-        ("upstream-pull", {}, NOTHING, "do not tell"),
+        (
+            [sample(), sample(1, error="500: died")],
+            "1 of 2 requests failed, the first: 500: died, in request 1 (transfer",
+        ),
+        ([sample(error="500: died")], "1 of 1 requests failed"),
+        ([sample(), sample(1, tokens=3)], "1 answers have not the 4 tokens asked for, the first has 3"),
+        ([sample(), sample(1)], "request 1 (transfer t1) has no story"),
     ],
 )
-def test_kv_that_did_not_move_voids_the_run(mode, facts, counted, said):
-    with pytest.raises(VoidRun, match=said):
-        check_moved(batch(mode, sample(**facts)), counted, KV, "logs")
+def test_what_was_not_done_voids_the_run_and_names_the_logs(samples, said, watched):
+    deployment, watch = watched()
+    told(deployment, "t0", POSTED)
+    with pytest.raises(VoidRun) as void:
+        watch.asked(lambda: samples, 2, 11, 4)
+    assert void.value.message.startswith("push as shipped, 11-token prompts: ")
+    assert said in void.value.message
+    assert void.value.hint == f"logs: {deployment.state_dir.logs}"
 
 
-@pytest.mark.parametrize(
-    ("mode", "counted", "moved"),
-    [
-        ("push", Counters(0.0, 1.0), 10 * KV),
-        ("upstream-push", Counters(10 * KV + 5, 1.0), 10 * KV + 5),
-        ("upstream-pull", Counters(None, 0.0), None),
-        ("colocated", Counters(None, 11.0), 0),
-    ],
-)
-def test_good_runs_pass(mode, counted, moved):
-    one = batch(mode, sample())
-    check_moved(one, counted, KV, "logs")
-    assert one.moved_bytes == moved
+@pytest.mark.parametrize("short", [0, 1])
+def test_vllms_connectors_are_judged_by_what_they_count(short, watched, metrics):
+    name = "vllm:nixl_bytes_transferred_sum"
+    metrics[name] = 700.0
+    _, watch = watched("upstream-push")
+
+    def ask():
+        metrics[name] += 10 * KV - short
+        return [sample(moved_bytes=None)]
+
+    if short:
+        with pytest.raises(VoidRun, match="999 bytes were moved, the prompts' KV has 1000"):
+            watch.asked(ask, 1, 11, 4)
+        return
+    samples, moved = watch.asked(ask, 1, 11, 4)
+    assert (moved, samples[0].moved_bytes) == (10 * KV, None)
 
 
-def test_story_gives_bytes_and_hooks(tmp_path):
-    lines = [
-        {"transfer_id": "t0", "side": "prefill", "event": "posted", "nbytes": 600},
-        {"transfer_id": "t0", "side": "prefill", "event": "posted", "nbytes": 400},
-        {"transfer_id": "t0", "side": "prefill", "event": "hooks", "part": "scheduler", "ms": 0.25},
-        {"transfer_id": "t0", "side": "prefill", "event": "hooks", "part": "worker", "ms": 0.5},
-        {"transfer_id": "t0", "side": "decode", "event": "hooks", "part": "worker", "ms": 0.125},
-        {"transfer_id": "other", "side": "decode", "event": "hooks", "part": "worker", "ms": 9.0},
-    ]
-    (tmp_path / "prefill-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    one = sample(moved_bytes=None)
-    evidence.add_story(tmp_path, [one])
-    assert one.moved_bytes == 1000
-    assert one.hooks_ms == {"prefill": 0.75, "decode": 0.125}
+def test_metrics_that_do_not_tell_void_the_run(watched):
+    _, watch = watched("upstream-pull")
+    with pytest.raises(VoidRun, match="nothing tells whether KV moved"):
+        watch.asked(lambda: [sample()], 1, 11, 4)
 
 
-METRICS = """
-# TYPE vllm:nixl_bytes_transferred histogram
-vllm:nixl_bytes_transferred_sum{engine="0"} 640.0
-# TYPE vllm:prompt_tokens_by_source counter
-vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 7.0
-vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 93.0
-"""
+def test_nothing_moves_in_one_engine(watched):
+    samples, moved = watched("colocated")[1].asked(lambda: [sample()], 1, 11, 4)
+    assert (moved, samples[0].moved_bytes) == (0, 0)
 
 
-def test_counters_of_engines(monkeypatch):
-    class Answer:
-        def __enter__(self):
-            return self
+def test_an_engine_that_overran_its_model_voids_the_start(watched, metrics):
+    metrics["kvferry_engine_late_seconds_total"] = 1.0
+    _, watch = watched()
+    watch.check_engines()
+    metrics["kvferry_engine_late_seconds_total"] = 61.0
+    with pytest.raises(VoidRun, match="overran its timing model by 60"):
+        watch.check_engines()
 
-        def __exit__(self, *_):
-            pass
 
-        def read(self):
-            return METRICS.encode()
+def test_a_process_that_ended_is_the_reason(watched):
+    deployment, watch = watched()
+    deployment.ended = [SimpleNamespace(died=lambda when: ProcessDied(f"decode-0 ended {when}"))]
+    with pytest.raises(ProcessDied, match="decode-0 ended while it was measured"):
+        watch.asked(lambda: [sample(error="502")], 1, 11, 4)
 
-    monkeypatch.setattr(evidence, "open_json", lambda url, timeout_s: Answer())
-    now = evidence.read_counters({"http://p": "prefill", "http://d": "decode"})
-    assert now == Counters(1280.0, 7.0)
-    assert now.since(Counters(1000.0, None)) == Counters(280.0, 7.0)
+
+def test_a_comparison_from_start_to_json(metrics, tmp_path, monkeypatch):
+    def ask(settings, deployment, prompts, qps, report, cancel):
+        for index, tokens in prompts:
+            assert len(tokens) == 11
+            told(deployment, f"t{index}", ("prefill", "posted", {"nbytes": 16 * 128, "descriptors": 2}))
+        return [sample(index) for index, _ in prompts]
+
+    monkeypatch.setattr(compare, "Deployment", Stub)
+    monkeypatch.setattr(compare, "_ask", ask)
+    settings = Settings(
+        ["push", "colocated"], engine="sim", profile="instant", input_lens=(11,), output_tokens=4, num=3, rounds=1
+    )
+    facts = report.facts_of(settings, compare.compare(settings, tmp_path, lambda line: None, Cancel()))
+    push, plain = facts["results"]
+    assert (push["engine"], push["num"], push["starts"]) == ("sim", 3, 1)
+    assert (push["moved_bytes"], push["expected_bytes"]) == (3 * 16 * 128, 3 * 10 * 128)
+    assert (plain["moved_bytes"], plain["expected_bytes"], plain["hooks_ms"]) == (0, 0, None)
+    assert [one["index"] for one in push["samples"]] == [0, 1, 2]
+    assert [one["index"] for one in push["first_samples"]] == [compare.FIRST]
+    assert push["first_samples"][0]["moved_bytes"] == 16 * 128
+    assert push["samples"][0]["hooks_ms"] == {"decode": 0.5}
+    assert {line["met"] for line in [*facts["ratios"], *facts["hooks"]]} == {None}
+    assert "not judged: the bound is for real vLLM engines, this engine's time is modelled" in report.text(facts)
 
 
 @pytest.fixture
@@ -184,7 +263,17 @@ def facts():
 
 def test_json_keys(facts):
     push, plain = facts["results"]
-    assert {"mode", "input_len", "qps", "num", "moved_bytes", "expected_bytes", "hooks_ms", "tuned"} <= push.keys()
+    assert {
+        "mode",
+        "engine",
+        "input_len",
+        "qps",
+        "num",
+        "moved_bytes",
+        "expected_bytes",
+        "hooks_ms",
+        "tuned",
+    } <= push.keys()
     for metric in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "first_ttft_ms"):
         assert {"mean", "p50", "p90", "p99"} <= push[metric].keys()
     assert (push["mode"], push["num"], push["qps"], push["tuned"]) == ("push", 2, None, True)
@@ -214,7 +303,7 @@ def test_tables_say_the_same(facts, tmp_path):
 def test_only_as_shipped_modes_may_fail(model, tmp_path, monkeypatch):
     tried = []
 
-    def measure(settings, part, facts, state, run, report, cancel):
+    def measure(settings, part, kv, words, state, run, report, cancel):
         tried.append(state.name)
         if part.variant.mode == "upstream-push":
             raise VoidRun("handshake", hint="x")
@@ -242,6 +331,7 @@ def test_only_as_shipped_modes_may_fail(model, tmp_path, monkeypatch):
         (["--profile", "instant"], "is for --engine sim"),
         (["--engine", "sim", "--modes", "push,upstream-push"], "'upstream-push' needs vLLM engines"),
         (["--engine", "sim", "--as-shipped", "push"], "no such variant"),
+        (["--engine", "sim", "--require"], "--require: no bound is judged for engine sim"),
     ],
 )
 def test_bad_arguments_are_one_line(args, said, capsys):

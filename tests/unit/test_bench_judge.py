@@ -53,6 +53,12 @@ def test_answers(samples: list[Sample], kind: str) -> None:
     assert kind in kinds("colocated", run=run(samples=samples))
 
 
+def test_a_failed_request_is_named_first() -> None:
+    failed = sample(1, error="500: no", tokens=0)
+    account = judge(job(), run(samples=[sample(0), failed]), mode_named("push"), KV, stories(), told())
+    assert account.reasons[0].text == "1 of 2 requests failed, the first: 500: no, in request 1 (transfer t1)"
+
+
 def test_a_prompt_of_another_length_says_so() -> None:
     account = judge(
         job(),
@@ -137,7 +143,9 @@ def test_counters_where_there_are_no_stories() -> None:
 @pytest.mark.parametrize(("nbytes", "void"), [(5 * 4000, False), (5 * 4000 - 1, True)])
 def test_vllms_own_connectors_are_judged_by_their_bytes(nbytes: float, void: bool) -> None:
     seen = told(by_role={}, nixl_bytes=nbytes)
-    assert kinds("upstream-push", told=seen) == (["transfer"] if void else [])
+    made = run()
+    assert kinds("upstream-push", run=made, told=seen) == (["transfer"] if void else [])
+    assert [one.moved_bytes for one in made.samples] == [None] * 3, "nothing tells it of each"
 
 
 def test_a_broken_generator_is_the_only_reason() -> None:

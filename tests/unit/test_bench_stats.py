@@ -53,10 +53,11 @@ def test_a_ratio_needs_both_sides():
         ratio_of_medians([], [1.0])
 
 
-def entry(mode, ttft, *, num=10, input_len=500, qps=None, first=(), hooks=None):
+def entry(mode, ttft, *, engine="vllm", num=10, input_len=500, qps=None, first=(), hooks=None):
     samples = [{"ttft_ms": ttft, "tpot_ms": 10.0}] * num
     return {
         "mode": mode,
+        "engine": engine,
         "input_len": input_len,
         "qps": qps,
         "num": num,
@@ -80,7 +81,13 @@ def test_bounds_are_judged_by_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("changed", "why"), [({"num": 9}, "10 requests"), ({"input_len": 300}, "500-token"), ({"qps": 1.0}, "at a time")]
+    ("changed", "why"),
+    [
+        ({"num": 9}, "10 requests"),
+        ({"input_len": 300}, "500-token"),
+        ({"qps": 1.0}, "at a time"),
+        ({"engine": "sim"}, "real vLLM engines"),
+    ],
 )
 def test_other_conditions_are_not_judged(changed, why):
     line = verdict([entry("push", 1.0, **changed), entry("upstream-push", 100.0, **changed)], "push/upstream-push")
@@ -99,3 +106,5 @@ def test_hooks_must_stay_below_their_bound():
     stats = {"prefill": {"p50": 0.4}, "decode": {"p50": 1.0}}
     met = {line["name"]: line["met"] for line in hook_verdicts([entry("push", 1.0, hooks=stats)])}
     assert met == {"push hooks, prefill": True, "push hooks, decode": False}
+    [*sim] = hook_verdicts([entry("push", 1.0, hooks=stats, engine="sim")])
+    assert [line["met"] for line in sim] == [None, None]

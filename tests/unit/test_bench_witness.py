@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("metrics")
 def test_counts_since_a_moment() -> None:
     engines = Engines({"http://p": "prefill", "http://d": "decode"})
-    assert engines.now()["http://d"].block_size == 128
+    assert engines.block_size() == 128
     told = engines.since({"http://d": Count({"external_kv_transfer": 40.0}, 600.0, 0.1)}, 50)
     assert told.by_role == {
         "prefill": {"local_compute": 50.0},
@@ -47,6 +48,40 @@ def test_an_engine_that_tells_nothing() -> None:
     told = Engines({"http://gone": "decode"}).since({}, 50)
     assert told.tokens("decode", "local_compute") is None
     assert (told.nixl_bytes, told.late_s, told.cache_hits) == (None, {}, 0)
+
+
+def test_it_waits_for_bytes_that_are_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([100.0, 400.0, 740.0])
+    monkeypatch.setattr(witness, "engine_metrics", lambda url: [("vllm:nixl_bytes_transferred_sum", {}, next(told))])
+    monkeypatch.setattr(witness.time, "sleep", lambda seconds: None)
+    engines = Engines({"http://p": "prefill"})
+    assert engines.since(engines.now(), 50, 640).nixl_bytes == 640.0
+
+
+def test_metrics_of_a_server_that_does_not_answer() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        assert witness.engine_metrics(f"http://127.0.0.1:{taken.getsockname()[1]}") == []
+
+
+def test_blocks_of_two_sizes_have_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"http://a": "16", "http://b": "32", "http://p": "64"}
+    monkeypatch.setattr(
+        witness, "engine_metrics", lambda url: [("vllm:cache_config_info", {"block_size": sizes[url]}, 1.0)]
+    )
+    assert Engines({"http://a": "decode", "http://p": "prefill"}).block_size() == 16
+    assert Engines({"http://a": "decode", "http://b": "decode"}).block_size() is None
+
+
+def test_hooks_add_up_by_side(tmp_path: Path) -> None:
+    for side, ms in (("prefill", 0.25), ("prefill", 0.5), ("decode", 0.125)):
+        story = Story(tmp_path, side)
+        story.note("t", "hooks", part="worker", ms=ms)
+        story.close()
+    stories = Stories([tmp_path])
+    stories.update()
+    assert stories.transfers["t"].hooks_ms == {"prefill": 0.75, "decode": 0.125}
+    assert not stories.told, "time of hooks does not say what moved"
 
 
 def test_stories_are_read_as_they_grow(tmp_path: Path) -> None:

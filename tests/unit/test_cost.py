@@ -54,7 +54,8 @@ def test_a_piece_takes_several_times_its_post() -> None:
     assert cost.least_piece == pytest.approx(4e-3)
     nbytes = cost.least_bytes(65536)
     assert cost.seconds(nbytes / 65536, nbytes) - cost.per_post == pytest.approx(4e-3, rel=1e-3)
-    assert cost.pieces(10, 3_000_000, 16) == 1
+    assert cost.pieces(10, 9_900_000, 16) == 1
+    assert cost.pieces(10, 12_100_000, 16) == 3
     assert cost.pieces(10, 40_100_000, 16) == 10
     assert cost.pieces(10, 4_000_000_000, 16) == 16
 

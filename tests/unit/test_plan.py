@@ -12,7 +12,7 @@ import pytest
 from kvferry.errors import KVFerryError
 from kvferry.protocol.layout import HeadShare
 from kvferry.protocol.messages import Layout, Plane
-from kvferry.protocol.plan import Plan, PlanError, naive, plan
+from kvferry.protocol.plan import Plan, PlanError, naive, plan, regions_per_block, total_bytes
 
 Planner = Callable[[Layout, Layout, HeadShare, Sequence[int], Sequence[int], int, int], Plan]
 TOKEN = 10
@@ -159,3 +159,31 @@ def test_a_long_prompt_on_a_worn_pool_is_one_region_per_plane_and_run() -> None:
     assert made.total_bytes == 64 * 1024 * 4 * TOKEN
     halves = [block for even in sorted(ids)[:512] for block in (even, even + 1)]
     assert plan(p, d, share(), halves, halves, 0, 4096).descriptors == 64
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["LBHNC", "BLHNC"])
+def test_a_lone_block_is_one_region_where_blocks_are_outermost(interleaved: bool) -> None:
+    block, planes = 4 * TOKEN, 6
+    if interleaved:
+        made = layout([index * block for index in range(planes)], blocks=planes)
+    else:
+        made = layout([index * 8 * block for index in range(planes)])
+    assert regions_per_block(made) == (1 if interleaved else planes)
+
+
+def test_planes_can_be_planned_apart_and_together_are_the_whole() -> None:
+    block = 4 * TOKEN
+    source, target = (
+        layout([index * 8 * block for index in range(5)]),
+        layout([10_000 + index * block for index in range(5)], blocks=5),
+    )
+    ids, onto = (3, 0, 5), (7, 2, 4)
+    whole = plan(source, target, share(), ids, onto, 0, 11)
+    parts = [plan(source, target, share(), ids, onto, 0, 11, first, end) for first, end in ((0, 1), (1, 4), (4, None))]
+
+    def cells(*made: Plan) -> set[tuple[int, int]]:
+        return {(s + at, d + at) for one in made for s, d, n in regions(one) for at in range(n)}
+
+    assert cells(*parts) == cells(whole)
+    assert sum(one.total_bytes for one in parts) == whole.total_bytes == total_bytes(source, target, share(), 0, 11)
+    assert plan(source, target, share(), ids, onto, 0, 11, 2, 2).descriptors == 0

@@ -21,12 +21,16 @@ def lengths(text: str) -> list[int]:
 
 
 def rates(text: str) -> list[float]:
-    """Requests per second, all different."""
+    """Requests per second, all different to six digits: files are named by them."""
     try:
         found = [float(word) for word in words(text)]
     except ValueError:
         found = []
-    if not found or not all(0 < rate < float("inf") for rate in found) or len(set(found)) < len(found):
+    if (
+        not found
+        or not all(0 < rate < float("inf") for rate in found)
+        or len({f"{rate:g}" for rate in found}) < len(found)
+    ):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of different requests per second above 0")
     return found
 

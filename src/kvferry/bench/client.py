@@ -134,6 +134,8 @@ class LoadClient:
                     sample.error = f"{response.status}: {(await response.text())[:300].strip()}"
                 else:
                     await _read(response, sample, due)
+        except aiohttp.ConnectionTimeoutError as error:
+            sample.error = f"no connection: {error}"
         except TimeoutError:
             sample.error = f"no whole answer within {self._timeout.total:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -172,9 +174,14 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample, due: float) ->
             if "error" in event:
                 sample.error = f"error event: {str(event['error'])[:300]}"
                 return
-            usage = event.get("usage") or {}
-            sample.prompt_tokens = usage.get("prompt_tokens", sample.prompt_tokens)
-            total = _tokens_so_far(event, sample.tokens)
+            try:
+                usage = event.get("usage") or {}
+                sample.prompt_tokens = usage.get("prompt_tokens", sample.prompt_tokens)
+                total = _tokens_so_far(event, sample.tokens)
+                text = event["choices"][0].get("text") or "" if total > sample.tokens else ""
+            except (AttributeError, LookupError, TypeError):
+                sample.error = f"an event that is no completion: {data[:200].decode(errors='replace')}"
+                return
             if total <= sample.tokens:
                 continue
             if not sample.tokens:
@@ -183,7 +190,7 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample, due: float) ->
             else:
                 sample.itl_ms.append((now - before) * 1e3)
             sample.tokens = total
-            sample.text += event["choices"][0].get("text", "")
+            sample.text += text
             before = now
             sample.e2e_ms = (now - due) * 1e3
     if not ended:

@@ -11,22 +11,24 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from kvferry.bench import evidence, workload
+from kvferry.bench import workload
 from kvferry.bench.client import LoadClient, until_stopped
-from kvferry.bench.kv import of_profile
-from kvferry.bench.records import Batch, Sample, Variant, expected_bytes
+from kvferry.bench.kv import KvFacts, of_model, of_profile
+from kvferry.bench.records import Batch, Sample, Variant
 from kvferry.bench.target import PUBLISHED_ARGS, Report, indented
+from kvferry.bench.watch import Watch
 from kvferry.errors import KVFerryError
 from kvferry.launch import model as models
 from kvferry.launch.cancel import Cancel
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ProcessDied
-from kvferry.launch.spec import DEFAULT_MODEL, DEFAULT_PROFILE, DeploymentSpec, mode_named
+from kvferry.launch.spec import DEFAULT_MODEL, DEFAULT_PROFILE, DeploymentSpec
 
 FIRST = 1_000_000
 """Prompts of first requests are numbered from here, so that none is a measured one."""
@@ -89,7 +91,7 @@ def rounds_plan(settings: Settings) -> list[Slice]:
         begin, end = (settings.num * n // settings.rounds for n in (number, number + 1))
         first_len = settings.input_lens[number % len(settings.input_lens)]
         for mode in order if number % 2 == 0 else reversed(order):
-            plan.append(Slice(Variant(mode), number, range(begin, end), first_len))
+            plan.append(Slice(Variant(mode, engine=settings.engine), number, range(begin, end), first_len))
     for mode in settings.as_shipped:
         plan.append(Slice(Variant(mode, False), 0, range(settings.as_shipped_num), settings.input_lens[0]))
     return plan
@@ -102,8 +104,8 @@ def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) ->
     each gets a second start, and what went wrong is part of the result.
     """
     plan = rounds_plan(settings)
-    facts = _model_facts(settings, report, cancel)
-    run = Run(facts.kv_bytes)
+    kv, words = _model_facts(settings, report, cancel)
+    run = Run(kv.token_bytes)
     begun = time.monotonic()
     for number, part in enumerate(plan):
         spent = time.monotonic() - begun
@@ -111,11 +113,11 @@ def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) ->
         report(f"[{number + 1}/{len(plan)}] {part.variant.label}, round {part.round + 1}{left}")
         state = folder / f"{number + 1:02d}-{part.variant.label.replace(' ', '-')}"
         if part.variant.tuned:
-            _measure(settings, part, facts, state, run, report, cancel)
+            _measure(settings, part, kv, words, state, run, report, cancel)
             continue
         for attempt in (1, 2):
             try:
-                _measure(settings, part, facts, state.with_name(f"{state.name}-{attempt}"), run, report, cancel)
+                _measure(settings, part, kv, words, state.with_name(f"{state.name}-{attempt}"), run, report, cancel)
                 break
             except KVFerryError as error:
                 report(f"  failed: {error.message}")
@@ -123,17 +125,18 @@ def compare(settings: Settings, folder: Path, report: Report, cancel: Cancel) ->
     return run
 
 
-def _model_facts(settings: Settings, report: Report, cancel: Cancel) -> workload.ModelFacts:
+def _model_facts(settings: Settings, report: Report, cancel: Cancel) -> tuple[KvFacts, workload.ModelFacts]:
     if settings.engine == "sim":
-        return of_profile(settings.profile, settings.vllm_args)[1]
+        return of_profile(settings.profile, settings.vllm_args)
     path = models.prepare(settings.model, report=report, cancel=cancel)
-    return workload.model_facts(path, settings.dtype, settings.vllm_args)
+    return of_model(path, settings.dtype, settings.vllm_args, None)
 
 
 def _measure(
     settings: Settings,
     part: Slice,
-    facts: workload.ModelFacts,
+    kv: KvFacts,
+    words: workload.ModelFacts,
     state: Path,
     run: Run,
     report: Report,
@@ -153,37 +156,31 @@ def _measure(
         state_dir=state,
     )
     batches: list[Batch] = []
-    counted: list[evidence.Counters] = []
-    hint = f"logs: {state / 'logs'}"
-    split = mode_named(spec.mode).split
     deployment = Deployment(spec, report=indented(report), cancel=cancel)
     try:
         with deployment:
             ready_s = time.monotonic() - begun
-            urls = {engine.url: engine.role for engine in deployment.engines}
+            watch = Watch(deployment, part.variant.label, kv)
+
+            def ask(indexes: Sequence[int], length: int, qps: float | None) -> tuple[list[Sample], int | None]:
+                prompts = [(i, workload.prompt(words, settings.seed, length, i)) for i in indexes]
+                drive = partial(_ask, settings, deployment, prompts, qps, report, cancel)
+                return watch.asked(drive, len(prompts), length, settings.output_tokens)
+
             for length in sorted(settings.input_lens, key=lambda length: length != part.first_len):
                 batch = Batch(part.variant, length, part.round, [])
                 if length == part.first_len:
-                    start = evidence.read_counters(urls)
-                    prompts = [(FIRST + part.round, workload.prompt(facts, settings.seed, length, FIRST + part.round))]
-                    batch.first = _ask(settings, deployment, prompts, None, report, cancel)[0]
-                    evidence.check_answers(part.variant, [batch.first], settings.output_tokens, hint)
-                    evidence.settled(urls, start, expected_bytes([batch.first], facts.kv_bytes) if split else 0)
-                start = evidence.read_counters(urls)
-                prompts = [(i, workload.prompt(facts, settings.seed, length, i)) for i in part.indexes]
-                batch.samples = _ask(settings, deployment, prompts, settings.qps, report, cancel)
-                evidence.check_answers(part.variant, batch.samples, settings.output_tokens, hint)
-                wanted = expected_bytes(batch.samples, facts.kv_bytes)
-                counted.append(evidence.settled(urls, start, wanted if split else 0))
+                    (batch.first,), _ = ask([FIRST + part.round], length, None)
+                batch.samples, batch.moved_bytes = ask(part.indexes, length, settings.qps)
                 batches.append(batch)
+            watch.check_engines()
     except ProcessDied as error:
         for line in error.tail:
             report(f"  {line}")
         raise
     after = psutil.cpu_times()
-    for batch, counters in zip(batches, counted, strict=True):
-        evidence.add_story(deployment.state_dir.story, [*batch.samples, *([batch.first] if batch.first else [])])
-        evidence.check_moved(batch, counters, facts.kv_bytes, hint)
+    for batch in batches:
+        watch.add_hooks([*batch.samples, *([batch.first] if batch.first else [])])
     run.batches += batches
     run.slices.append(
         {

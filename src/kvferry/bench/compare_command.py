@@ -81,6 +81,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     profile, sim = profile_of(args), args.engine == "sim"
     if args.modes is None:
         args.modes = SIM_MODES if sim else VLLM_MODES
+    if args.require and sim:
+        raise ConfigError("--require: no bound is judged for engine sim", hint="drop it, or --engine vllm")
     if args.as_shipped and sim:
         raise ConfigError("--as-shipped: engine sim has no such variant", hint="drop it, or --engine vllm")
     check_modes(args, "--modes", args.modes)

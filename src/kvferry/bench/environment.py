@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
+        "gpus": _gpus(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "kvferry": package_version("kvferry"),
@@ -36,3 +38,14 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
+    """By NVIDIA's driver, for example '8x NVIDIA H200'; None where it knows none."""
+    try:
+        texts = [path.read_text() for path in sorted(proc.glob("*/information"))]
+    except OSError:
+        return None
+    lines = [line.partition(":") for text in texts for line in text.splitlines()]
+    models = Counter(value.strip() for name, _, value in lines if name.strip() == "Model")
+    return ", ".join(f"{count}x {model}" for model, count in sorted(models.items())) or None

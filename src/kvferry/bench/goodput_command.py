@@ -10,8 +10,10 @@ from typing import Any
 
 from kvferry.bench.arguments import above_zero
 from kvferry.bench.environment import environment
-from kvferry.bench.goodput import SHARE, ModeResult, Objectives, Workload, search_modes
+from kvferry.bench.goodput import SHARE, ModeResult, Objectives, Workload
+from kvferry.bench.goodput_search import search_modes
 from kvferry.bench.load import choose
+from kvferry.bench.points import check_writable
 from kvferry.bench.report import aligned, write_json
 from kvferry.bench.setup_arguments import add_load, add_setup, drop, rules_of, setup_of, state_folder
 from kvferry.errors import ConfigError
@@ -52,14 +54,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--start: {args.start:g} is not between --floor {args.floor:g} and --ceiling {args.ceiling:g}"
         )
+    check_writable("--json", args.json)
     work = Workload(args.input_len, args.output_len, args.start, args.floor, args.ceiling, args.seconds)
     goals = Objectives(args.ttft, args.itl)
     cancel = Cancel()
     cancel.catch_signals()
     with state_folder(args.state_dir, "kvferry-goodput-") as state:
+        results: list[ModeResult] = []
         try:
-            results = search_modes(setup, args.modes, rules, work, goals, load, state, say, cancel)
+            for result in search_modes(setup, args.modes, rules, work, goals, load, state, say, cancel):
+                results.append(result)
         except Stopped:
+            if results:
+                print(table(results), flush=True)
             say("stopped")
             drop(args.state_dir, state)
             return 130

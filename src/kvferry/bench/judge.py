@@ -41,35 +41,35 @@ class Account:
 def judge(job: Job, run: LoadRun, mode: Mode, kv: KvFacts | None, stories: Stories, told: Told) -> Account:
     if run.broken:
         return Account([Reason("broken", run.broken)], {})
-    reasons = [*answers(job, run.samples), *generator(job, run), *engines(run, told)]
-    wrong, transfer = moved(job, run, mode, kv, stories, told)
+    for sample, request_id in zip(run.samples, run.request_ids, strict=False):
+        sample.transfer_id = sample.transfer_id or stories.requests.get(request_id, "")
+    reasons = answers(run.samples, job.num, job.input_len, job.output_len)
+    reasons += [*generator(job, run), *engines(told, run.duration_s)]
+    warm = (run.warm_ups, max(job.warm_ups, run.warm_ups))
+    wrong, transfer = moved(run.samples, job.input_len, mode, kv, stories, told, warm)
     return Account([*reasons, *wrong], transfer)
 
 
-def answers(job: Job, samples: Sequence[Sample]) -> list[Reason]:
+def answers(samples: Sequence[Sample], num: int, input_len: int, output_len: int) -> list[Reason]:
+    """Of `num` requests with prompts of `input_len` tokens, each to be answered by `output_len`."""
     reasons: list[Reason] = []
-    if len(samples) != job.num:
-        reasons.append(Reason("answers", f"{len(samples)} requests were sent, {job.num} were asked for"))
     failed = [sample for sample in samples if sample.error]
     if failed:
-        reasons.append(
-            Reason("failed", f"{len(failed)} of {len(samples)} requests failed, the first: {failed[0].error}")
-        )
+        said = f"{len(failed)} of {len(samples)} requests failed, the first: {failed[0].error}, in {_who(failed[0])}"
+        reasons.append(Reason("failed", said))
+    if len(samples) != num:
+        reasons.append(Reason("answers", f"{len(samples)} requests were sent, {num} were asked for"))
     good = [sample for sample in samples if not sample.error]
     empty = sum(not sample.tokens for sample in good)
     if empty:
         reasons.append(Reason("answers", f"{empty} of {len(samples)} answers have no token"))
-    wrong = [sample.tokens for sample in good if sample.tokens not in (0, job.output_len)]
+    wrong = [sample.tokens for sample in good if sample.tokens not in (0, output_len)]
     if wrong:
-        reasons.append(
-            Reason(
-                "answers",
-                f"{len(wrong)} answers have not the {job.output_len} tokens asked for, the first has {wrong[0]}",
-            )
-        )
-    lengths = [s.prompt_tokens for s in good if s.prompt_tokens is not None and s.prompt_tokens != job.input_len]
+        said = f"{len(wrong)} answers have not the {output_len} tokens asked for, the first has {wrong[0]}"
+        reasons.append(Reason("answers", said))
+    lengths = [s.prompt_tokens for s in good if s.prompt_tokens is not None and s.prompt_tokens != input_len]
     if lengths:
-        said = f"{len(lengths)} prompts have not {job.input_len} tokens, the first has {lengths[0]}"
+        said = f"{len(lengths)} prompts have not {input_len} tokens, the first has {lengths[0]}"
         reasons.append(Reason("answers", f"{said} (do server and load generator use the same tokenizer?)"))
     return reasons
 
@@ -92,49 +92,53 @@ def generator(job: Job, run: LoadRun) -> list[Reason]:
     return reasons
 
 
-def engines(run: LoadRun, told: Told) -> list[Reason]:
+def engines(told: Told, duration_s: float) -> list[Reason]:
     reasons: list[Reason] = []
     if told.cache_hits:
         said = f"a prefix cache served {told.cache_hits:.0f} prompt tokens"
         reasons.append(Reason("cache", f"{said}: start the engines with --no-enable-prefix-caching"))
     for engine, late in told.late_s.items():
-        if late > LATE_SHARE * run.duration_s:
-            said = (
-                f"{engine} overran its timing model by {late:.2f} s, above {LATE_SHARE:.0%} of {run.duration_s:.1f} s"
-            )
+        if late > LATE_SHARE * duration_s:
+            said = f"{engine} overran its timing model by {late:.2f} s, above {LATE_SHARE:.0%} of {duration_s:.1f} s"
             reasons.append(Reason("overrun", f"{said}: this machine is too slow or too busy for this load"))
     return reasons
 
 
 def moved(
-    job: Job, run: LoadRun, mode: Mode, kv: KvFacts | None, stories: Stories, told: Told
+    samples: Sequence[Sample],
+    input_len: int,
+    mode: Mode,
+    kv: KvFacts | None,
+    stories: Stories,
+    told: Told,
+    warm_ups: tuple[int, int] = (0, 0),
 ) -> tuple[list[Reason], dict[str, Any]]:
     """Whether the KV of every prompt came from prefill: by the stories of the transfers, else by the engines' counters,
-    which count warm-up requests too.
+    which count warm-up requests too; `warm_ups`: those answered well, and those sent. Sets the samples' `moved_bytes`
+    where that is known of each.
     """
     if not mode.split:
+        for sample in samples:
+            sample.moved_bytes = 0
         return [], {"by": "nothing moves in this mode", "moved_bytes": 0, "expected_bytes": 0}
     reasons: list[Reason] = []
-    total = len(run.samples) + run.warm_ups
+    total, sent = (len(samples) + count for count in warm_ups)
     computed = told.tokens("decode", "local_compute")
-    if computed is not None and computed > (sent := len(run.samples) + max(job.warm_ups, run.warm_ups)):
+    if computed is not None and computed > sent:
         said = f"decode computed {computed:.0f} prompt tokens of {sent} requests itself"
         reasons.append(Reason("transfer", f"{said}, one each is its share"))
     if mode.connector == "kvferry" and stories.told:
-        wrong, facts = _by_story(run, kv, stories)
+        wrong, facts = _by_story(samples, kv, stories)
         return reasons + wrong, facts
     external = told.tokens("decode", "external_kv_transfer")
-    needed = total * (job.input_len - 1)
+    needed = total * (input_len - 1)
     facts = {"by": "engine counters, warm-up included", "moved_tokens": external, "expected_tokens": needed}
     if told.nixl_bytes is not None:
         facts["moved_bytes"] = told.nixl_bytes
-        facts["expected_bytes"] = kv.needed(job.input_len) * total if kv else None
-        if kv and told.nixl_bytes < kv.needed(job.input_len) * total:
-            reasons.append(
-                Reason(
-                    "transfer", f"{told.nixl_bytes:.0f} bytes were moved, the prompts' KV has {facts['expected_bytes']}"
-                )
-            )
+        facts["expected_bytes"] = kv.needed(input_len) * total if kv else None
+        if kv and told.nixl_bytes < kv.needed(input_len) * total:
+            said = f"{told.nixl_bytes:.0f} bytes were moved, the prompts' KV has {facts['expected_bytes']}"
+            reasons.append(Reason("transfer", said))
     elif kv and external is not None:
         facts["expected_bytes"] = needed * kv.token_bytes
         facts["moved_bytes"] = external * kv.token_bytes
@@ -149,24 +153,20 @@ def moved(
     return reasons, facts
 
 
-def _by_story(run: LoadRun, kv: KvFacts | None, stories: Stories) -> tuple[list[Reason], dict[str, Any]]:
+def _by_story(samples: Sequence[Sample], kv: KvFacts | None, stories: Stories) -> tuple[list[Reason], dict[str, Any]]:
     wrong: list[str] = []
-    good = [sample for sample in run.samples if not sample.error]
-    for index, sample in enumerate(run.samples):
-        if not sample.transfer_id and index < len(run.request_ids):
-            sample.transfer_id = stories.requests.get(run.request_ids[index], "")
+    good = [sample for sample in samples if not sample.error]
+    for sample in samples:
         transfer = stories.transfers.get(sample.transfer_id)
         sample.moved_bytes = transfer.moved_bytes if transfer else 0
         tokens = sample.prompt_tokens or sample.input_len
         if sample.error:
             continue
         if transfer is None:
-            wrong.append(f"request {sample.index} has no story")
+            wrong.append(f"{_who(sample)} has no story")
         elif kv is not None and not kv.fits(transfer.moved_bytes, tokens):
             expected = f"{kv.expected(tokens)} were expected for {tokens} prompt tokens"
-            wrong.append(
-                f"request {sample.index} (transfer {sample.transfer_id}) moved {transfer.moved_bytes} bytes, {expected}"
-            )
+            wrong.append(f"{_who(sample)} moved {transfer.moved_bytes} bytes, {expected}")
     transfers = [stories.transfers[s.transfer_id] for s in good if s.transfer_id in stories.transfers]
     exposed = [transfer.exposed_ms for transfer in transfers if transfer.exposed_ms is not None]
     facts = {
@@ -181,3 +181,7 @@ def _by_story(run: LoadRun, kv: KvFacts | None, stories: Stories) -> tuple[list[
         wrong.append("how many bytes a prompt's KV has is not known here: name the model, --profile or --kv-bytes")
     more = f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else ""
     return [Reason("transfer", text + more) for text in wrong[:1]], facts
+
+
+def _who(sample: Sample) -> str:
+    return f"request {sample.index}" + (f" (transfer {sample.transfer_id})" if sample.transfer_id else "")

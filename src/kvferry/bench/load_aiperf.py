@@ -39,10 +39,10 @@ class AiperfLoad:
             limit = START_S + job.num / job.qps * 2 + job.timeout_s
             broken = external.run(argv, dict(os.environ), job.log, guard, cancel, progress, limit_s=limit)
             records = folder / RECORDS
-            if not records.exists():
-                broken = broken or "the load generator wrote no records"
-                return LoadRun([], 0.0, [], warm, "", command=argv, broken=broken)
-            lines = [json.loads(line) for line in records.read_text().splitlines()]
+            lines = read_records(records)
+        if len(lines) < job.num and (broken or not lines):
+            broken = f"{broken or 'the load generator ended'}, with {len(lines)} of {job.num} requests recorded"
+            return LoadRun([], 0.0, [], warm, "", command=argv, broken=broken)
         return load_run(lines, due, job, warm, argv)
 
     def command(self, job: Job, schedule: Path, folder: Path) -> list[str]:
@@ -54,6 +54,12 @@ class AiperfLoad:
             *("--workers-max", "1", "--no-server-metrics", "--no-gpu-telemetry", "--ui-type", "none"),
             *("--export-level", "records", "--output-artifact-dir", str(folder)),
         ]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Of each request; what was cut off where aiperf ended is none."""
+    raw = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in raw if line]
 
 
 def _schedule(job: Job, due: list[float]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""One point: load, evidence, judgement, and the facts that go into its file."""
+"""One point: load, what it left, judgement, and the facts that go into its file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def measure(
     before, modes = target.engines.now(), target.router_modes()
     begun = time.time()
     run = load.run(job, cancel, progress)
-    told = target.engines.since(before, (len(run.samples) + run.warm_ups) * job.input_len)
+    answered = len(run.samples) + run.warm_ups
+    nbytes = target.kv.needed(job.input_len) * answered if target.kv and target.mode.split else 0
+    told = target.engines.since(before, answered * job.input_len, nbytes)
     target.stories.update()
     account = judge(job, run, target.mode, target.kv, target.stories, told)
     reasons = [*account.reasons, *_wrong_mode(target, modes)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from kvferry.bench import figures
+from kvferry.bench import captions, figures
 from kvferry.bench.arguments import above_zero
 from kvferry.bench.environment import environment
 from kvferry.bench.series import METRICS, load
 from kvferry.errors import ConfigError, unknown_name
+from kvferry.launch.timeline import first_times
 from kvferry.story import read_lines
 
 FIGURES = (*METRICS, "goodput", "timeline")
@@ -52,38 +55,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> object:
-    if not args.story_dir:
-        raise ConfigError(
-            "--story-dir: needed for --metric timeline", hint="DIR/story of --state-dir DIR, or story_dir"
-        )
-    by_id: dict[str, list[dict[str, object]]] = {}
-    for folder in args.story_dir:
-        for line in read_lines(folder) if folder.is_dir() else []:
-            by_id.setdefault(line["transfer_id"], []).append(line)
+    ours = load(args.results).ours() if args.results is not None else []
+    if args.story_dir:
+        by_id = _stories(args.story_dir)
+    elif ours:
+        by_id = {story[0]["transfer_id"]: story for entry in ours if (story := entry.get("story"))}
+    else:
+        hint = "DIR/story of --state-dir DIR, or story_dir; or the --results of a sweep"
+        raise ConfigError("--story-dir: needed for --metric timeline", hint=hint)
     chosen = args.transfer or _median(by_id)
     if chosen not in by_id:
-        raise ConfigError(f"no story of transfer {chosen!r} in {', '.join(map(str, args.story_dir))}")
-    story = sorted(by_id[chosen], key=lambda line: float(str(line["t"])))
-    posts = [line for line in story if line["event"] == "posted"]
-    nbytes = sum(int(str(line["nbytes"])) for line in posts)
-    pieces = sum(int(str(line["descriptors"])) for line in posts)
-    mode = next((line["mode"] for line in story if line["event"] == "dispatched"), "unknown")
-    parts = [f"transfer {chosen}, mode {mode}", f"{nbytes / 1e6:.1f} MB in {pieces} descriptors"]
-    if args.results is not None:
-        ours = [entry for entry in load(args.results).ours() if chosen in entry.get("transfer_ids", ())]
-        if ours:
-            point, settings = ours[0]["point"], ours[0]["settings"]
-            parts.append(f"{point['input_len']} prompt tokens, {point['output_len']} out, {point['qps']:g} requests/s")
-            parts.append(figures.what(settings))
-    parts.append(figures.hardware(environment()))
-    return figures.timeline(story, "; ".join(parts))
+        raise ConfigError(f"no story of transfer {chosen!r} in {', '.join(map(str, args.story_dir or [args.results]))}")
+    story = sorted(by_id[chosen], key=lambda line: float(line["t"]))
+    run = next((entry for entry in ours if chosen in entry.get("transfer_ids", ())), None)
+    # A story alone does not say where it happened: most often here.
+    told = captions.run(run) if run else f"drawn {captions.hardware(environment())}"
+    return figures.timeline(story, f"{captions.transfer(story)}; {told}")
 
 
-def _median(by_id: dict[str, list[dict[str, object]]]) -> str:
+def _stories(folders: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Lines by transfer id."""
+    by_id: dict[str, list[dict[str, Any]]] = {}
+    for folder in folders:
+        hint = "DIR/story of --state-dir DIR, or the engines' and the router's story_dir"
+        if not folder.is_dir():
+            raise ConfigError(f"--story-dir: {folder} is no folder", hint=hint)
+        try:
+            for line in read_lines(folder):
+                by_id.setdefault(line["transfer_id"], []).append(line)
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"--story-dir: {folder} has files that are no stories", hint=hint) from None
+    return by_id
+
+
+def _median(by_id: dict[str, list[dict[str, Any]]]) -> str:
     """The transfer whose first token took the median time."""
     took = []
     for transfer_id, lines in by_id.items():
-        times = {str(line["event"]): float(str(line["t"])) for line in lines}
+        times = first_times(lines)
         if {"received", "first_token", "posted"} <= times.keys():
             took.append((times["first_token"] - times["received"], transfer_id))
     if not took:

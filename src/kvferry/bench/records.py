@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.bench.kv import KvFacts
 from kvferry.bench.stats import Summary, summary
 from kvferry.errors import KVFerryError
 
@@ -67,10 +68,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Variant:
-    """A mode, tuned for few cores or as vLLM ships it."""
+    """A mode of an engine, tuned for few cores or as vLLM ships it."""
 
     mode: str
     tuned: bool = True
+    engine: str = "vllm"
 
     @property
     def label(self) -> str:
@@ -92,7 +94,9 @@ class Batch:
 
 
 def result(batches: Sequence[Batch], output_tokens: int, qps: float | None, kv_bytes: int) -> dict[str, Any]:
-    """One entry of `results`: all batches of one variant and prompt length."""
+    """One entry of `results`: all batches of one variant and prompt length. Whole blocks move, so `moved_bytes` may be
+    more than `expected_bytes`.
+    """
     variant, input_len = batches[0].variant, batches[0].input_len
     samples = [sample for batch in batches for sample in batch.samples]
     firsts = [batch.first for batch in batches if batch.first is not None]
@@ -101,6 +105,7 @@ def result(batches: Sequence[Batch], output_tokens: int, qps: float | None, kv_b
     known = [batch.moved_bytes for batch in batches if batch.moved_bytes is not None]
     entry: dict[str, Any] = {
         "mode": variant.mode,
+        "engine": variant.engine,
         "tuned": variant.tuned,
         "input_len": input_len,
         "output_tokens": output_tokens,
@@ -115,17 +120,12 @@ def result(batches: Sequence[Batch], output_tokens: int, qps: float | None, kv_b
         "first_ttft_ms": summary([sample.ttft_ms for sample in firsts]),
         "later_ttft_p50_ms": ttft["p50"],
         "moved_bytes": sum(known) if len(known) == len(batches) else None,
-        "expected_bytes": 0 if colocated else expected_bytes(samples, kv_bytes),
+        "expected_bytes": 0 if colocated else KvFacts(kv_bytes, None).needed(input_len) * len(samples),
         "hooks_ms": hooks(samples),
         "samples": [{"round": batch.round, **sample.facts()} for batch in batches for sample in batch.samples],
         "first_samples": [{"round": b.round, **b.first.facts()} for b in batches if b.first is not None],
     }
     return entry
-
-
-def expected_bytes(samples: Sequence[Sample], kv_bytes: int) -> int:
-    """All prompt tokens but the last, which D computes for its logits. Whole blocks move, so it may be more."""
-    return sum((sample.input_len - 1) * kv_bytes for sample in samples)
 
 
 def hooks(samples: Sequence[Sample]) -> dict[str, Summary] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry.bench.compare import Run, Settings
 from kvferry.bench.environment import environment
+from kvferry.bench.points import writing
 from kvferry.bench.records import Batch, result
 from kvferry.bench.verdict import hook_verdicts, ratios
 from kvferry.launch import engine as engines
@@ -73,8 +74,9 @@ def same_text(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+    """Raises `ConfigError` where it can't be written."""
+    with writing(path):
+        path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def text(facts: dict[str, Any]) -> str:

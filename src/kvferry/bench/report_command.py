@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from kvferry.bench.arguments import above_zero
-from kvferry.bench.points import write_whole
+from kvferry.bench.points import check_writable, write_whole
 from kvferry.bench.report import write_json
 from kvferry.bench.report_page import page
 from kvferry.bench.ruling import rule
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.ttft is None) != (args.itl is None):
         raise ConfigError("--ttft and --itl go together", hint="the objectives, in milliseconds")
+    check_writable("--json", args.json)
     goals = None if args.ttft is None else (args.ttft, args.itl)
     results = load(args.results)
     ruling = rule(results.series, goals)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from kvferry.bench import figures
+from kvferry.bench import captions, figures
 from kvferry.bench.judge import LATE_SHARE
 from kvferry.bench.ruling import Ruling
 from kvferry.bench.series import Results, Series
@@ -26,6 +26,10 @@ SIM = (
     "hand-over protocol, and every byte of KV, moved by NIXL between processes. A run in which an engine could not "
     "keep its modelled time is refused."
 )
+ROUTER = (
+    "The engines were not started for this: a router that ran already was asked. What is behind it is known only as it "
+    "was described; the hardware named here is the load generator's."
+)
 REAL = (
     "Nothing is modelled: every request went through the router to vLLM engines that computed a real model; in the "
     "split modes the KV was moved by NIXL."
@@ -34,11 +38,12 @@ REAL = (
 
 def page(results: Results, ruling: Ruling, objectives: tuple[float, float] | None) -> str:
     ours = results.ours()
-    settings = ours[0].get("settings", {}) if ours else {}
+    settings = ours[0]["settings"] if ours else {}
     parts = [
         "<h1>Prefill and decode: colocated, pull, push</h1>",
         _verdict(ruling, objectives),
         *_figures(results, objectives),
+        *_timelines(results),
         "<h2>Points</h2>",
         _points(results.series),
         _transfers(results.series),
@@ -68,6 +73,24 @@ def _figures(results: Results, objectives: tuple[float, float] | None) -> Iterab
         for metric in ("ttft", "tpot", "itl", *(("goodput",) if objectives else ())):
             yield f"<h2>{escape(figures.TITLES[metric].capitalize())}, {output_len} output tokens</h2>"
             yield figures.svg(figures.panels(results, metric, "input", objectives, output_len))
+
+
+def _timelines(results: Results) -> Iterable[str]:
+    """Of each mode that moves KV, one transfer at the heaviest load that has one in all of them."""
+    told: dict[tuple[int, float, int], dict[str, dict[str, Any]]] = {}
+    for ours in results.ours():
+        if ours.get("story"):
+            point = ours["point"]
+            key = (point["input_len"], point["qps"], point["output_len"])
+            told.setdefault(key, {}).setdefault(point["mode"], ours)
+    if not told:
+        return
+    key = max(told, key=lambda key: (len(told[key]), key))
+    for mode in sorted(told[key], key=results.modes().index):
+        ours = told[key][mode]
+        yield f"<h2>One transfer in time: {escape(mode)}</h2>"
+        text = f"{captions.transfer(ours['story'])}, its TTFT the median of its run; {captions.run(ours)}"
+        yield figures.svg(figures.timeline(ours["story"], text))
 
 
 def _points(series: Sequence[Series]) -> str:
@@ -125,14 +148,18 @@ def _method(settings: dict[str, Any], ours: Sequence[dict[str, Any]]) -> Iterabl
     if not ours:
         yield "The files of this folder were not written by kvferry: how they were made is not known here."
         return
-    yield SIM if settings.get("engine") == "sim" else REAL
-    first = ours[0]
+    behind = settings.get("router")
+    yield ROUTER if behind else SIM if settings.get("engine") == "sim" else REAL
+    if any(str(arg).startswith("--byte-scale") for arg in settings.get("engine_args") or ()):
+        yield "--byte-scale N: a token's KV has an Nth of the real model's bytes, in as many pieces."
+    counts = "/".join(sorted({str(entry["settings"].get("num")) for entry in ours}, key=lambda n: (len(n), n)))
+    loads = " and ".join(dict.fromkeys(f"{e['generator'].get('name')} {e['generator'].get('version')}" for e in ours))
+    started = "" if behind else f", {settings.get('prefill')} prefill and {settings.get('decode')} decode engines"
     yield escape(
-        f"{figures.what(settings)}, {settings['prefill']} prefill and {settings['decode']} decode engines "
-        f"{figures.hardware(first['environment'])}. Load: {first['generator']['name']} "
-        f"{first['generator']['version']}, {settings['num']} requests per run, {settings['arrival']} arrivals, seed "
-        f"{settings['seed']}, {settings['warm_ups']} warm-up requests before each run. Engine arguments: "
-        f"{' '.join(settings['engine_args']) or 'none beside ours'}."
+        f"{captions.what(settings)}{started}; {captions.where(ours)}. Load: {loads}, {counts} requests per run, "
+        f"{settings.get('arrival')} arrivals, prompts sent as {settings.get('prompts', 'not told')}, seed "
+        f"{settings.get('seed')}, {settings.get('warm_ups')} warm-up requests before each run. Engine arguments: "
+        f"{' '.join(map(str, settings.get('engine_args') or ())) or 'none beside ours'}."
     )
     yield (
         "TTFT: from sending (from when it was due, with load builtin) to the first event with a token. ITL: between "
@@ -150,9 +177,15 @@ def _method(settings: dict[str, Any], ours: Sequence[dict[str, Any]]) -> Iterabl
 def _environment(ours: Sequence[dict[str, Any]]) -> str:
     if not ours:
         return ""
-    about = ours[0]["environment"]
-    rows = [[name, value] for name, value in about.items() if value is not None]
-    command = " ".join(ours[0]["generator"]["command"])
+    told: dict[str, list[str]] = {}
+    for entry in ours:
+        for name, value in entry["environment"].items():
+            if value is not None and str(value) not in told.setdefault(name, []):
+                told[name].append(str(value))
+    if "date" in told:
+        told["date"] = [" to ".join(sorted({min(told["date"]), max(told["date"])}))]
+    rows = [[name, ", ".join(values)] for name, values in told.items()]
+    command = " ".join(map(str, ours[0]["generator"].get("command") or ()))
     shown = (
         f"<p>The load generator's command, of the first point: <code>{escape(command)}</code></p>" if command else ""
     )

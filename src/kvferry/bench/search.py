@@ -16,23 +16,25 @@ class Found:
 
 
 def highest(
-    holds: Callable[[float], bool], start: float, *, floor: float, ceiling: float, tolerance: float = 0.05
+    holds: Callable[[float], bool | None], start: float, *, floor: float, ceiling: float, tolerance: float = 0.05
 ) -> Found:
-    """The two are at most `tolerance` apart in the end, unless one is None. Each rate is tried once; `holds` should be
-    true up to some rate and false above it. Below `floor` and above `ceiling` nothing is tried.
+    """The two are at most `tolerance` apart in the end, unless one is None. Each rate is asked for once; `holds` should
+    be true up to some rate and false above it, or None: this one does not, and no lower one will. Below `floor` and
+    above `ceiling` nothing is tried.
     """
     good: float | None = None
     bad: float | None = None
     rate = min(max(start, floor), ceiling)
     while good is None or bad is None:
-        if holds(rate):
+        held = holds(rate)
+        if held:
             good = rate
             if rate >= ceiling:
                 return Found(good, None)
             rate = rate if bad is not None else min(rate * 2, ceiling)
         else:
             bad = rate
-            if rate <= floor:
+            if rate <= floor or (held is None and good is None):
                 return Found(None, bad)
             rate = rate if good is not None else max(rate / 2, floor)
     while bad / good > 1 + tolerance:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.points import OURS, Point, point_named, read
+from kvferry.bench.points import COUNT, OURS, Point, point_named, read, settings_in
 from kvferry.bench.stats import summary
 from kvferry.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl")
+PARTS = ("point", "settings", "environment", "generator", "transfer")
+"""What each of our files tells of its run."""
 Key = tuple[str, float, int, int]
 
 
@@ -86,19 +89,36 @@ ORDER = ("colocated", "upstream-pull", "pull-inline", "pull", "upstream-push", "
 
 
 def load(folder: Path) -> Results:
-    """Raises `ConfigError` where there is no point, or one without the times of its requests."""
+    """Raises `ConfigError` where there is no point, one without the times of its requests, or points that were not made
+    alike. A file of vLLM's own with failed requests is void.
+    """
     found: dict[Key, Series] = {}
-    void = []
+    void: list[Void] = []
+    taken: dict[Point, Path] = {}
+    alike: tuple[Path, dict[str, Any]] | None = None
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if path.name.endswith(".void.json"):
             point = point_named(path.name.removesuffix(".void.json"))
             if point is not None and not (folder / f"{point.name}.json").exists():
-                void.append(Void(point, (read(path) or {}).get("reasons", ["its file is damaged"])))
+                void.append(Void(point, _reasons(path)))
             continue
         point = point_named(path.stem)
-        if point is not None:
-            key = (point.mode, point.qps, point.input_len, point.output_len)
-            _take(path, found.setdefault(key, Series(*key)))
+        if point is None:
+            continue
+        if point in taken:
+            raise ConfigError(f"{path} and {taken[point]} are of the same point", hint="remove one of them")
+        taken[point] = path
+        facts = _read(path)
+        if (settings := settings_in(facts)) is not None:
+            alike = alike or (path, settings)
+            _refuse_unlike(path, settings, *alike)
+        if failed := sum(
+            not (ttft and tokens) for ttft, tokens in zip(facts["ttfts"], facts["output_lens"], strict=True)
+        ):
+            void.append(Void(point, [f"{failed} of {len(facts['ttfts'])} requests failed or have no token"]))
+            continue
+        key = (point.mode, point.qps, point.input_len, point.output_len)
+        _take(facts, found.setdefault(key, Series(*key)))
     if not found and not void:
         raise ConfigError(
             f"--results: {folder} holds no point of a sweep", hint="files are named <mode>_qps.._in.._out.._iter...json"
@@ -111,7 +131,21 @@ def load(folder: Path) -> Results:
     return Results(sorted(found.values(), key=place), void)
 
 
-def _take(path: Path, series: Series) -> None:
+def _reasons(path: Path) -> list[str]:
+    reasons = (read(path) or {}).get("reasons")
+    return [str(reason) for reason in reasons] if isinstance(reasons, list) else ["its file is damaged"]
+
+
+def _refuse_unlike(path: Path, settings: dict[str, Any], first: Path, expected: dict[str, Any]) -> None:
+    """Raises `ConfigError` where two results differ in a setting that both tell."""
+    for name in sorted(settings.keys() & expected.keys() - {COUNT}):
+        if settings[name] != expected[name]:
+            told = f"{name} {settings[name]!r}, {first.name} with {expected[name]!r}"
+            raise ConfigError(f"{path} was made with {told}", hint="they can't be compared: one folder per sweep")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A result's file, looked at as far as it is used. Raises `ConfigError`."""
     facts = read(path)
     if facts is None:
         raise ConfigError(f"{path} is damaged", hint="remove it and run the sweep again")
@@ -119,9 +153,29 @@ def _take(path: Path, series: Series) -> None:
         if not isinstance(facts.get(name), list):
             hint = "vllm bench serve writes them with --save-detailed"
             raise ConfigError(f"{path} has no {name}, the times of its requests", hint=hint)
+    rows = list(zip(facts["ttfts"], facts["itls"], facts["output_lens"], strict=False))
+    whole = (
+        0 < len(rows) == len(facts["ttfts"]) == len(facts["itls"]) == len(facts["output_lens"])
+        and all(_is_time(a) and isinstance(b, list) and all(map(_is_time, b)) and _is_time(c) for a, b, c in rows)
+        and all(_is_time(facts.get(name)) for name in ("duration", "request_throughput"))
+        and facts["duration"] > 0
+        and (OURS not in facts or _is_told(facts[OURS]))
+    )
+    if not whole:
+        raise ConfigError(f"{path} is damaged: parts of a result are missing", hint="remove it, run the sweep again")
+    return facts
+
+
+def _is_told(ours: object) -> bool:
+    return isinstance(ours, dict) and all(isinstance(ours.get(name), dict) for name in PARTS)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
+
+def _take(facts: dict[str, Any], series: Series) -> None:
     for ttft, gaps, tokens in zip(facts["ttfts"], facts["itls"], facts["output_lens"], strict=True):
-        if not ttft:
-            continue  # a failed request, in files that were not written by us
         series.ttft.append(ttft * 1e3)
         series.tpot.append(sum(gaps) * 1e3 / (tokens - 1) if tokens > 1 else 0.0)
         series.itl += [gap * 1e3 for gap in gaps]

@@ -13,6 +13,7 @@ from kvferry.bench.arguments import words
 from kvferry.bench.load import AUTO, NAMES, Load
 from kvferry.bench.measure import Rules
 from kvferry.bench.target import Setup
+from kvferry.bench.workload import Prompts
 from kvferry.errors import ConfigError
 from kvferry.launch.spec import DEFAULT_PROFILE, ENGINES, MODES, DeploymentSpec
 
@@ -132,7 +133,7 @@ def rules_of(args: argparse.Namespace, load: Load) -> Rules:
     for name, value, least in bounds:
         if value < least:
             raise ConfigError(f"{name}: {value:g}", hint=f"expected {least:g} or more")
-    prompts = args.prompts or ("text" if texts else "ids")
+    prompts: Prompts = args.prompts or ("text" if texts else "ids")
     return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout, prompts)
 
 

@@ -13,9 +13,12 @@ from kvferry.bench.load import Load
 from kvferry.bench.measure import Measured, Rules, job_of, measure
 from kvferry.bench.pace import Pace, spoken
 from kvferry.bench.points import OURS, Folder, Point
+from kvferry.bench.records import Sample
 from kvferry.bench.target import Report, Setup, Target, indented, opened
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.launch.cancel import Cancel
+from kvferry.launch.state import StateDir
+from kvferry.story import read_story
 
 
 @dataclass
@@ -44,8 +47,8 @@ class Sweep:
 
     def run(self, report: Report, cancel: Cancel) -> Outcome:
         """Raises `ConfigError` before anything is started, and `Stopped`."""
-        self.folder.check()
         settings = self.settings()
+        self.folder.check(settings)
         todo: list[Point] = []
         for point in self.points:
             (self.outcome.skipped if self.folder.done(point, settings) else todo).append(point)
@@ -87,6 +90,7 @@ class Sweep:
             said = log.read_text(errors="replace") if log.exists() else ""
         del mine[0]
         measured.facts[OURS]["settings"] = self.settings()
+        measured.facts[OURS]["story"] = self._example(point.mode, measured.run.samples)
         self._pace.took(point, time.monotonic() - begun)
         if measured.reasons:
             facts = {
@@ -105,6 +109,16 @@ class Sweep:
         left = [*mine, *later]
         if left:
             report(f"  {len(left)} points left, about {spoken(self._pace.left_s(left, point.mode))}")
+
+    def _example(self, mode: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """The story of the transfer whose request had the median TTFT; empty where none is told."""
+        told = sorted((sample for sample in samples if sample.transfer_id), key=lambda sample: sample.ttft_ms)
+        if not told:
+            return []
+        chosen = told[len(told) // 2].transfer_id
+        folders = self.setup.story_dirs if self.setup.router else [StateDir(self._state / mode).story]
+        lines = [line for folder in folders if folder.is_dir() for line in read_story(folder, chosen)]
+        return sorted(lines, key=lambda line: float(line["t"]))
 
     def _give_up(self, points: Sequence[Point], reason: str, report: Report) -> None:
         for point in points:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench import kv as kv_facts
-from kvferry.bench.evidence import engine_metrics
 from kvferry.bench.kv import KvFacts
 from kvferry.bench.load import Load
-from kvferry.bench.witness import Engines, Stories
+from kvferry.bench.witness import Engines, Stories, engine_metrics
 from kvferry.bench.workload import ModelFacts, Prompts
 from kvferry.errors import ConfigError, EngineError
 from kvferry.launch import model as models

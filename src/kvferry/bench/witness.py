@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.evidence import SETTLE_S, engine_metrics
+from prometheus_client.parser import text_string_to_metric_families
 
-SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+from kvferry.errors import EngineError
+from kvferry.launch.web import open_json
+
+SETTLE_S = 5.0
+"""An engine's metrics follow its last step by moments; longer than this, and they will not come."""
+
+
+def engine_metrics(url: str) -> list[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each sample; none of a server that does not answer."""
+    try:
+        with open_json(f"{url}/metrics", timeout_s=10.0) as answer:
+            text = answer.read().decode()
+    except (OSError, http.client.HTTPException, EngineError):
+        return []
+    return [(s.name, s.labels, s.value) for family in text_string_to_metric_families(text) for s in family.samples]
 
 
 @dataclass(frozen=True)
@@ -21,6 +36,7 @@ class Count:
     sources: Mapping[str, float] = field(default_factory=dict)
     """Prompt tokens by source (vLLM's `prompt_tokens_by_source`); empty if it tells none."""
     nixl_bytes: float | None = None
+    """By vLLM's own NIXL connectors, on the side that posts."""
     late_s: float | None = None
     block_size: int | None = None
 
@@ -69,16 +85,23 @@ class Engines:
     def now(self) -> dict[str, Count]:
         return {url: count(url) for url in self.roles}
 
-    def since(self, before: Mapping[str, Count], prompt_tokens: int) -> Told:
-        """Waits, at most `SETTLE_S`, until the engines that end requests have counted so many prompt tokens: their
-        metrics follow their last step by moments.
+    def block_size(self) -> int | None:
+        """Tokens per block of those that end requests; None where they don't tell or don't agree."""
+        told = {count.block_size for url, count in self.now().items() if self.roles[url] != "prefill"} - {None}
+        return told.pop() if len(told) == 1 else None
+
+    def since(self, before: Mapping[str, Count], prompt_tokens: int, nixl_bytes: int = 0) -> Told:
+        """Waits, at most `SETTLE_S`, until the engines that end requests have counted so many prompt tokens, and those
+        that count NIXL's bytes so many of them: their metrics follow their last step by moments.
         """
         until = time.monotonic() + SETTLE_S
         while True:
             told = self._less(before, self.now())
             ends = [told.by_role.get(role, {}) for role in ("decode", "colocated")]
             counted = [sum(sources.values()) for sources in ends if sources]
-            if not counted or sum(counted) >= prompt_tokens or time.monotonic() > until:
+            computed = not counted or sum(counted) >= prompt_tokens
+            moved = told.nixl_bytes is None or told.nixl_bytes >= nixl_bytes
+            if (computed and moved) or time.monotonic() > until:
                 return told
             time.sleep(0.2)
 
@@ -100,13 +123,16 @@ class Engines:
 
 @dataclass
 class Transfer:
-    """One transfer, by its story. Times on the wall clock of whoever told; None: not told."""
+    """One transfer, by its story. Times on the wall clock of whoever told; None: not told. `hooks_ms`: side -> time of
+    our hooks on its engine thread.
+    """
 
     moved_bytes: int = 0
     descriptors: int = 0
     posts: int = 0
     computed: float | None = None
     landed: float | None = None
+    hooks_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def exposed_ms(self) -> float | None:
@@ -155,5 +181,8 @@ class Stories:
             transfer.computed = max(t, transfer.computed or t)
         elif event == "landed":
             transfer.landed = max(t, transfer.landed or t)
+        elif event == "hooks":
+            side = str(line["side"])
+            transfer.hooks_ms[side] = transfer.hooks_ms.get(side, 0.0) + float(line["ms"])
         elif event == "received" and line.get("request_id"):
             self.requests[str(line["request_id"])] = line["transfer_id"]

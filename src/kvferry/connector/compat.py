@@ -22,6 +22,26 @@ def rank_and_size(vllm_config: Any, in_worker: bool) -> tuple[int, int, int]:
     return get_tensor_model_parallel_rank(), parallel.tensor_parallel_size, dp_rank
 
 
+def wanted_layout(vllm_config: Any) -> str:
+    """The layout to ask vLLM for. Heads lie outside of tokens in either, so that one head of one block is contiguous
+    whatever the TP size.
+
+    'BLHNC' has the blocks outermost: one block of all layers is one region. vLLM can't split such blocks into kernel
+    blocks, so it is asked for with the block size that all kernels take (16), and not for MLA or on CPUs, whose kernels
+    have one layout. Where the attention backend lacks it, vLLM warns and takes its own.
+    """
+    from vllm.platforms import current_platform
+
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:  # before this enum there were no layouts across layers
+        return "LBHNC"
+    tidy = not current_platform.is_cpu() and not vllm_config.model_config.use_mla
+    if tidy and vllm_config.cache_config.block_size == 16 and hasattr(KVCacheLayout, "BLHNC"):
+        return "BLHNC"
+    return "LBHNC"
+
+
 def total_kv_heads(vllm_config: Any) -> int:
     return 1 if vllm_config.model_config.use_mla else int(vllm_config.model_config.get_total_num_kv_heads())
 

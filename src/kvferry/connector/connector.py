@@ -17,7 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.config import connector_config
 from kvferry.connector.blocks import describe
-from kvferry.connector.compat import fingerprint, log_like_vllm, rank_and_size, total_kv_heads, touch_pages
+from kvferry.connector.compat import (
+    fingerprint,
+    log_like_vllm,
+    rank_and_size,
+    total_kv_heads,
+    touch_pages,
+    wanted_layout,
+)
 from kvferry.connector.metadata import StepMetadata
 from kvferry.connector.scheduler_side import SchedulerSide
 from kvferry.connector.worker_side import WorkerSide
@@ -152,5 +159,4 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outside tokens, so that one head of one block is contiguous whatever the TP size."""
-        return "LBHNC"
+        return wanted_layout(vllm_config)

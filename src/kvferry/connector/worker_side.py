@@ -19,6 +19,7 @@ from kvferry.config import ConnectorConfig
 from kvferry.connector.blocks import Caches, expand
 from kvferry.connector.hooks import take_ms, timed
 from kvferry.connector.metadata import StepMetadata
+from kvferry.protocol.plan import regions_per_block
 from kvferry.story import Story
 from kvferry.transfer.commands import Failing, Grown, Moment, Ready, Received, Result, Rewound, Sent
 from kvferry.transfer.core import TransferCore
@@ -93,7 +94,8 @@ class WorkerSide:
 
         self._transfers = TransferThread(make_core) if self.config.background else InlineTransfers(make_core)
         log.info(
-            "%s rank %d: side channel %s:%d, mode %s, %d planes of %d blocks of %d tokens, %.0f MiB registered",
+            "%s rank %d: side channel %s:%d, mode %s, %d planes of %d blocks of %d tokens, a lone block is %d regions, "
+            "%.0f MiB registered",
             self.identity.engine_id,
             self.identity.rank,
             channel.host,
@@ -102,6 +104,7 @@ class WorkerSide:
             len(layout.planes),
             layout.num_blocks,
             layout.block_size,
+            regions_per_block(layout),
             sum(size for _, size in caches.regions) / 2**20,
         )
 

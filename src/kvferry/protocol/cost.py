@@ -17,6 +17,9 @@ POSTS_PER_PIECE = 4.0
 LEAST_S = 1e-3
 """Nor is less than this worth a piece: the gain is at most as much, and waking two threads costs a part of it."""
 
+LAYERS_FROM_S = 10e-3
+"""A step whose KV is copied in less leaves when it is done: what its layers could save is lost in the prefill's time."""
+
 _BOUNDS = ((0.1, 0.01, 0.01), (5.0, 100.0, 100.0))
 """Of what the fit may find, in units of the prior: a post costs 10 to 500 microseconds, whatever a few samples say."""
 
@@ -43,8 +46,10 @@ class Cost:
         return int(self.least_piece / per_byte)
 
     def pieces(self, descriptors: float, nbytes: float, most: int) -> int:
-        """Into how many pieces that much should be cut, 1 to `most`."""
+        """Into how many pieces the layers of one step should be cut, 1 to `most`."""
         copying = self.seconds(descriptors, nbytes) - self.per_post
+        if copying < LAYERS_FROM_S:
+            return 1
         return max(1, min(most, int(copying / self.least_piece)))
 
 

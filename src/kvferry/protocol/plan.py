@@ -67,9 +67,9 @@ def plan(
     reach across two registrations.
 
     Raises `PlanError` if `start_token` is not a multiple of D's block size, an id that is needed is missing or out of
-    range, or the heads of `share` are not there. Empty if `share.count == 0` or `start_token == end_token`.
+    range, or the heads of `share` are not there. Empty if `share.count == 0`, `start_token == end_token` or no plane.
     """
-    if share.count == 0 or start_token == end_token:
+    if share.count == 0 or start_token == end_token or not src.planes[first_plane:end_plane]:
         return _list_of([])
     _check(src, dst, share, src_block_ids, dst_block_ids, start_token, end_token)
     piece = min(src.block_size, dst.block_size)
@@ -89,6 +89,12 @@ def total_bytes(src: Layout, dst: Layout, share: HeadShare, start_token: int, en
     piece = min(src.block_size, dst.block_size)
     tokens = -(-(end_token - start_token) // piece) * piece
     return tokens * share.count * sum(plane.token_bytes for plane in dst.planes)
+
+
+def regions_per_block(layout: Layout) -> int:
+    """Into how many regions a lone block of all planes and heads falls: what a scattered cache costs per block."""
+    share = HeadShare(p_rank=0, src_head_start=0, dst_head_start=0, count=layout.heads)
+    return plan(layout, layout, share, (0,), (0,), 0, layout.block_size).descriptors
 
 
 def naive(
