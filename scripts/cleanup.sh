@@ -66,10 +66,14 @@ def left(everything, who, seconds: float) -> list[psutil.Process]:
         time.sleep(0.1)
 
 
-ended = []
+ended, damaged = [], []
 for path in sorted(Path(sys.argv[1]).glob(f"{sys.argv[2]}*")):
-    number, start, marker = path.read_text().split()
-    who = (int(number), float(start), marker)
+    try:
+        number, start, marker = path.read_text().split()
+        who = (int(number), float(start), marker)
+    except ValueError:
+        damaged.append(str(path))
+        continue
     everything = ours(*who)
     if everything:
         leader = [process for process in everything if process.pid == who[0]]
@@ -80,5 +84,7 @@ for path in sorted(Path(sys.argv[1]).glob(f"{sys.argv[2]}*")):
             sys.exit(f"cleanup.sh: error: still running: {', '.join(str(process.pid) for process in stubborn)}")
         ended.append(path.name)
     path.unlink()
+if damaged:
+    sys.exit(f"cleanup.sh: error: damaged: {', '.join(damaged)}: end what runs by hand, then remove the file")
 print(f"ended: {', '.join(ended)}" if ended else f"no {sys.argv[2]} runs")
 PYTHON

@@ -33,9 +33,21 @@ marker() {
     export KVFERRY_TREE
 }
 
-# mark NAME PID: note a process by pid, start time and marker.
+# mark NAME PID: note a process by pid, start time and marker. One that has ended already is not noted.
 mark() {
     mkdir -p "$RUN_DIR"
-    started=$("$PYTHON" -c 'import psutil, sys; print(psutil.Process(int(sys.argv[1])).create_time())' "$2")
-    echo "$2 $started $KVFERRY_TREE" >"$RUN_DIR/$1"
+    started=$("$PYTHON" - "$2" <<'PYTHON'
+import sys
+
+import psutil
+
+try:
+    print(psutil.Process(int(sys.argv[1])).create_time())
+except psutil.NoSuchProcess:
+    pass
+PYTHON
+    )
+    [ -n "$started" ] || return 0
+    echo "$2 $started $KVFERRY_TREE" >"$RUN_DIR/.$1"
+    mv "$RUN_DIR/.$1" "$RUN_DIR/$1"
 }

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     parser.add_argument("--results-dir", type=Path, required=True, metavar="D", help="folder of the sweep")
     parser.add_argument("--metric", choices=("ttft", "tpot"), required=True, help="what to draw")
     parser.add_argument("--panels", choices=("input", "qps"), default="input", help="one per input length, or per rate")
+    parser.add_argument("--output-len", metavar="L", help="where the sweep has several")
     parser.add_argument("--out", type=Path, metavar="F", help=".png or .svg (default: D/push_vs_pull_METRIC.png)")
     args = parser.parse_args()
     out = args.out or args.results_dir / f"push_vs_pull_{args.metric}.png"
@@ -24,6 +25,7 @@ if __name__ == "__main__":
             [
                 *("bench", "plot", "--results", str(args.results_dir), "--metric", args.metric),
                 *("--panels", args.panels, "--out", str(out)),
+                *(("--output-len", args.output_len) if args.output_len else ()),
             ]
         )
     )

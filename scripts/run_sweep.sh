@@ -31,9 +31,24 @@ if [ -z "$router" ]; then
     need DECODE_IP "the decode machine's address, or ROUTER_URL"
     port=${ROUTER_PORT:-8000}
     side=${PREFILL_KV_HOST:-$PREFILL_IP}:${PREFILL_SIDE_CHANNEL_PORT:-5600}
+    "$PYTHON" - "$port" <<'PYTHON' || fail "ROUTER_PORT: $port can't be used: scripts/cleanup.sh proxy, or another, or ROUTER_URL"
+import socket
+import sys
+
+with socket.socket() as sock:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(("127.0.0.1", int(sys.argv[1])))
+    except (OSError, OverflowError, ValueError):
+        sys.exit(1)
+PYTHON
     mkdir -p "$RUN_DIR"
     log=$RUN_DIR/router.log
     marker
+    pid=
+    trap '[ -z "$pid" ] || { kill "$pid" 2>/dev/null || true; wait "$pid" 2>/dev/null || true; rm -f "$RUN_DIR/proxy"; }' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
     "$PYTHON" -m kvferry.cli router --host 127.0.0.1 --port "$port" --mode "$mode" ${STORY_DIR:+--story-dir "$STORY_DIR"} \
         --prefill "http://$PREFILL_IP:${PREFILL_PORT:-8100},side_channel=$side,engine_id=${PREFILL_ENGINE_ID:-prefill-0},tp=${PREFILL_TP_SIZE:-1}" \
         --decode "http://$DECODE_IP:${DECODE_PORT:-8200},side_channel=$DECODE_IP:${DECODE_SIDE_CHANNEL_PORT:-5600},engine_id=decode-0,tp=${DECODE_TP_SIZE:-1}" \
@@ -41,29 +56,39 @@ if [ -z "$router" ]; then
     pid=$!
     mark proxy "$pid"
     unset KVFERRY_TREE
-    trap 'kill "$pid" 2>/dev/null || true; wait "$pid" 2>/dev/null || true; rm -f "$RUN_DIR/proxy"' EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
     router=http://127.0.0.1:$port
-    "$PYTHON" - "$router" "$pid" <<'PYTHON' || { tail -n 5 "$log" >&2; fail "the router is not ready; its log: $log"; }
-import json, os, sys, time, urllib.error, urllib.request
+    why=$("$PYTHON" - "$router" "$pid" "$log" <<'PYTHON'
+import json, sys, time, urllib.error, urllib.request
+
+import psutil
 
 url, pid, until, said = sys.argv[1], int(sys.argv[2]), time.monotonic() + 60, "no answer"
-while time.monotonic() < until:
+
+
+def runs():
     try:
-        os.kill(pid, 0)
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+while time.monotonic() < until:
+    if not runs():
+        with open(sys.argv[3]) as log:
+            print("it ended:", (log.read().strip().splitlines() or ["without a word"])[-1])
+        sys.exit(1)
+    try:
         with urllib.request.urlopen(f"{url}/health", timeout=2):
             sys.exit(0)
-    except ProcessLookupError:
-        break
     except urllib.error.HTTPError as error:
         said = "; ".join(f"{e['role']} {e['url']}: {e['reason']}" for e in json.load(error)["engines"] if not e["ready"])
     except OSError as error:
         said = str(error)
     time.sleep(0.5)
-print(f"not ready within 60 s: {said}", file=sys.stderr)
+print(f"not within 60 s: {said}")
 sys.exit(1)
 PYTHON
+    ) || fail "the router is not ready: $why; its log: $log"
 fi
 
 "$PYTHON" -m kvferry.cli bench sweep --router "$router" --modes "$mode" --model "$MODEL" \

@@ -27,16 +27,24 @@ one_of ROLE "$role" prefill decode
 side=${SIDE_CHANNEL_PORT:-5600}
 
 if [ "$role" = prefill ]; then
-    host=$PREFILL_IP port=${PORT:-8100} kv_role=kv_producer peers=
+    host=$PREFILL_IP port=${PORT:-8100} kv_role=kv_producer peer=
 else
-    host=$DECODE_IP port=${PORT:-8200} kv_role=kv_consumer peers=",\"peers\":[\"$PREFILL_IP:5600\"]"
-    [ -z "${PREFILL_SIDE_CHANNEL_PORT:-}" ] || peers=",\"peers\":[\"$PREFILL_IP:$PREFILL_SIDE_CHANNEL_PORT\"]"
+    host=$DECODE_IP port=${PORT:-8200} kv_role=kv_consumer peer=$PREFILL_IP:${PREFILL_SIDE_CHANNEL_PORT:-5600}
 fi
-story=
-[ -z "${STORY_DIR:-}" ] || story=",\"story_dir\":\"$STORY_DIR\""
-config="{\"kv_connector\":\"KVFerryConnector\",\"kv_connector_module_path\":\"kvferry.connector\",\"kv_role\":\"$kv_role\",\
-\"engine_id\":\"$role-0\",\"kv_connector_extra_config\":{\"mode\":\"$mode\",\"side_channel_host\":\"$host\",\
-\"side_channel_port\":$side$peers$story}}"
+config=$("$PYTHON" - "$role" "$kv_role" "$mode" "$host" "$side" "$peer" "${STORY_DIR:-}" <<'PYTHON'
+import json
+import sys
+
+role, kv_role, mode, host, side, peer, story_dir = sys.argv[1:]
+if not side.isdecimal():
+    sys.exit(f"serve_pd.sh: error: SIDE_CHANNEL_PORT: {side!r} is not a port number")
+extra = {"mode": mode, "side_channel_host": host, "side_channel_port": int(side)}
+extra |= {"peers": [peer]} if peer else {}
+extra |= {"story_dir": story_dir} if story_dir else {}
+facts = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector", "kv_role": kv_role}
+print(json.dumps({**facts, "engine_id": f"{role}-0", "kv_connector_extra_config": extra}))
+PYTHON
+)
 
 marker
 mark "server-$role" $$

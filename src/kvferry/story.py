@@ -60,15 +60,16 @@ class Story:
             self._fd = -1
 
 
-def read_lines(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """All complete lines of all files of `folder`, file by file."""
+def read_lines(folder: str | os.PathLike[str], only: bytes = b"") -> Iterator[dict[str, Any]]:
+    """All complete lines of all files of `folder` that hold `only`, file by file."""
     for path in sorted(Path(folder).glob("*.jsonl")):
-        for raw in path.read_bytes().split(b"\n"):
-            if raw:
+        for raw in path.read_bytes().split(b"\n")[:-1]:
+            if raw and only in raw:
                 yield json.loads(raw)
 
 
 def read_story(folder: str | os.PathLike[str], transfer_id: TransferId | str) -> list[dict[str, Any]]:
     """The lines of one transfer, by time."""
-    lines = [line for line in read_lines(folder) if line["transfer_id"] == transfer_id]
+    written = json.dumps(transfer_id).encode()
+    lines = [line for line in read_lines(folder, written) if line["transfer_id"] == transfer_id]
     return sorted(lines, key=lambda line: line["t"])

@@ -100,7 +100,7 @@ def test_a_server_gets_the_published_settings(box: Box, tmp_path: Path, role: st
         "--dtype",
         "bfloat16",
         **{"PREFILL_IP": "10.0.0.1", "DECODE_IP": "10.0.0.2", "ROLE": role, "MODE": "pull", "MODEL": "/models/m"},
-        **{"STORY_DIR": "/tmp/story", "KVFERRY_ENGINE_COMMAND": f"{sys.executable} {teller}"},
+        **{"STORY_DIR": '/tmp/my "story"', "KVFERRY_ENGINE_COMMAND": f"{sys.executable} {teller}"},
     )
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
@@ -116,7 +116,7 @@ def test_a_server_gets_the_published_settings(box: Box, tmp_path: Path, role: st
     assert extra["side_channel_host"] == ("10.0.0.1" if role == "prefill" else "10.0.0.2")
     assert extra["side_channel_port"] == 5600
     assert extra.get("peers") == (None if role == "prefill" else ["10.0.0.1:5600"])
-    assert extra["story_dir"] == "/tmp/story"
+    assert extra["story_dir"] == '/tmp/my "story"'
 
 
 def test_the_connector_takes_what_the_script_says(box: Box, tmp_path: Path) -> None:
@@ -148,6 +148,12 @@ def test_the_connector_takes_what_the_script_says(box: Box, tmp_path: Path) -> N
             [],
             {"PREFILL_IP": "a", "DECODE_IP": "b", "MODEL": "m", "ROLE": "decode", "MODE": "psh"},
             "MODE: 'psh' is not one of: pull push",
+        ),
+        (
+            "serve_pd.sh",
+            [],
+            {"PREFILL_IP": "a", "DECODE_IP": "b", "MODEL": "m", "ROLE": "decode", "SIDE_CHANNEL_PORT": "x"},
+            "SIDE_CHANNEL_PORT: 'x' is not a port number",
         ),
         ("run_sweep.sh", [], {}, "MODE: '' is not one of: pull push"),
         ("run_sweep.sh", [], {"MODE": "push"}, "MODEL is not set"),
@@ -197,6 +203,22 @@ def test_cleanup_leaves_a_process_alone_that_only_has_the_pid(box: Box) -> None:
     other.wait()
 
 
+def test_cleanup_names_a_note_that_it_cannot_read_and_ends_the_others(box: Box) -> None:
+    port = free_port()
+    server = box.start(
+        "serve_pd.sh",
+        **{"ROLE": "prefill", "PORT": str(port), "PREFILL_IP": "127.0.0.1", "DECODE_IP": "127.0.0.1", "MODEL": "m"},
+    )
+    wait_for(port)
+    (box.run_dir / "server-a").write_text("12")
+    done = box.run("cleanup.sh", "server")
+    assert done.returncode == 1
+    assert done.stderr.startswith("cleanup.sh: error: damaged: ") and "server-a" in done.stderr
+    assert done.stderr.count("\n") == 1
+    server.communicate(timeout=WITHIN_S)
+    assert box.processes() == []
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return tiny_model(tmp_path / "model")
@@ -224,6 +246,8 @@ def test_a_sweep_over_a_router_that_runs(box: Box, tmp_path: Path, model: Path) 
             str(tmp_path / "results"),
             "--metric",
             "ttft",
+            "--output-len",
+            "4",
         ],
         capture_output=True,
         text=True,
@@ -231,6 +255,35 @@ def test_a_sweep_over_a_router_that_runs(box: Box, tmp_path: Path, model: Path) 
     )
     assert drawn.returncode == 0, drawn.stderr
     assert (tmp_path / "results" / "push_vs_pull_ttft.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_port_on_which_something_listens_is_not_taken_for_our_router(box: Box, model: Path) -> None:
+    """Else a router that was left over, of another mode or other engines, would be measured."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = str(sock.getsockname()[1])
+        done = box.run(
+            "run_sweep.sh",
+            **{"MODE": "push", "MODEL": str(model), "PREFILL_IP": "127.0.0.1", "DECODE_IP": "127.0.0.1"},
+            ROUTER_PORT=port,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"run_sweep.sh: error: ROUTER_PORT: {port} can't be used")
+    assert not (box.run_dir / "proxy").exists()
+
+
+def test_a_router_that_ends_at_once_is_told_with_its_reason(box: Box, model: Path) -> None:
+    done = box.run(
+        "run_sweep.sh",
+        **{"MODE": "push", "MODEL": str(model), "PREFILL_IP": "127.0.0.1", "DECODE_IP": "127.0.0.1"},
+        **{"ROUTER_PORT": str(free_port()), "PREFILL_TP_SIZE": "x"},
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("run_sweep.sh: error: the router is not ready: it ended: kvferry")
+    assert "tp" in done.stderr and "; its log: " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert box.processes() == []
 
 
 def test_the_router_is_started_with_the_prefill_settings_and_ended(box: Box, tmp_path: Path, model: Path) -> None:
@@ -251,5 +304,5 @@ def test_the_router_is_started_with_the_prefill_settings_and_ended(box: Box, tmp
     assert done.stdout == "ended: proxy\n", done.stderr
     _, err = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 1
-    assert "the router is not ready; its log: " in err
+    assert "the router is not ready: it ended: " in err
     assert box.processes() == []

@@ -1,4 +1,4 @@
-"""A run of a load generator that is good in every respect, to be made wrong in one."""
+"""A run of a load generator that is good in every respect, to be made wrong in one; and the file of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from kvferry.bench.kv import KvFacts
 from kvferry.bench.load import Job, LoadRun
+from kvferry.bench.points import OURS, Point
 from kvferry.bench.records import Sample
 from kvferry.bench.witness import Stories, Told, Transfer
 from kvferry.bench.workload import ModelFacts
@@ -77,3 +78,26 @@ def tiny_model(folder: Path) -> Path:
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
     return folder
+
+
+def result_facts(point: Point, ttft_ms: float, gap_ms: float, num: int = 5, **settings: Any) -> dict[str, Any]:
+    """What the file of a point holds."""
+    stats = {"p50": 2.0, "p90": 3.0, "p99": 4.0}
+    return {
+        "ttfts": [(ttft_ms + i) / 1e3 for i in range(num)],
+        "itls": [[gap_ms / 1e3] * 3] * num,
+        "output_lens": [4] * num,
+        "request_throughput": 2.0,
+        "duration": num / 2.0,
+        OURS: {
+            "point": point.facts(),
+            "transfer": {"by": "stories", "moved_bytes": 2**20, "expected_bytes": 2**20, "exposed_ms": stats},
+            "transfer_ids": ["abc"],
+            "generator": {"name": "vllm", "version": "1", "command": ["x", "<&>"]},
+            "environment": {"cores": 2, "cpu_model": "CPU <1>", "memory_gib": 3.0},
+            "settings": {
+                **{"engine": "sim", "profile": "p", "model": "m", "prefill": 1, "decode": 1, "seed": 11, "num": num},
+                **{"arrival": "poisson", "warm_ups": 2, "engine_args": ["--a"], "load": "vllm", **settings},
+            },
+        },
+    }

@@ -113,6 +113,16 @@ class House:
         assert self.world.copies == []
 
 
+class Flag:
+    """A moment that passes when the test says so."""
+
+    def __init__(self):
+        self.passed = False
+
+    def query(self):
+        return self.passed
+
+
 def pair(house, mode="push", **config):
     p = house.rank("P", "producer", PP, mode=mode, **config)
     d = house.rank("D", "consumer", DP, mode=mode, peers=[f"127.0.0.1:{PP}"], **config)

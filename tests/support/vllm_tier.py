@@ -85,9 +85,11 @@ class Legs:
 
 
 async def metric(legs: Legs, engine: RunningEngine, name: str) -> float:
+    """Summed over all its labels. `name`: with its prefix, or without 'vllm:'."""
+    full = name if ":" in name else f"vllm:{name}"
     async with legs.session.get(f"{engine.url}/metrics") as response:
         text = await response.text()
-    found = re.findall(rf"^vllm:{name}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+    found = re.findall(rf"^{full}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
     assert found, f"no metric {name}"
     return sum(map(float, found))
 

@@ -116,6 +116,21 @@ async def test_failures_are_told(options, said):
         assert said in (await ask(server)).error
 
 
+@pytest.mark.parametrize(
+    "event",
+    ['{"choices": [{"text": "a"}], "usage": {"total": 3}}', '{"choices": [3], "usage": {"completion_tokens": 9}}'],
+)
+async def test_an_event_that_is_no_completion_is_a_failure(event):
+    async with Server(tail=(event, "[DONE]")) as server:
+        assert "an event that is no completion" in (await ask(server)).error
+
+
+async def test_an_event_without_text_counts_its_token():
+    async with Server(tail=('{"choices": [{"text": null}], "usage": {"completion_tokens": 5}}', "[DONE]")) as server:
+        sample = await ask(server)
+    assert (sample.error, sample.tokens, sample.text) == ("", 5, "ab" * 4)
+
+
 async def test_timeout_and_nobody_there():
     async with Server(first_s=5) as server:
         assert "within 0.2 s" in (await ask(server, timeout_s=0.2)).error

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from bench_parts import job
 
-from kvferry.bench import load, load_aiperf, load_vllm, vllm_serve
+from kvferry.bench import load, load_aiperf, load_vllm, vllm_serve, workload
 from kvferry.errors import ConfigError
+from kvferry.launch.cancel import Cancel
 
 
 def vllm_result(**other: Any) -> dict[str, Any]:
@@ -148,6 +149,43 @@ def test_aiperfs_records_become_samples() -> None:
     assert run.samples[0].tpot_ms == pytest.approx(20.0)
     assert [sample.lag_ms for sample in run.samples] == pytest.approx([0.0, 2.0, 9.0], abs=1e-3)
     assert "most punctual" in run.lag_source
+
+
+def test_a_record_that_is_cut_off_is_none(tmp_path: Path) -> None:
+    path = tmp_path / load_aiperf.RECORDS
+    assert load_aiperf.read_records(path) == []
+    path.write_text(json.dumps(aiperf_line(50.0)) + '\n{"metadata": {"request_st')
+    assert len(load_aiperf.read_records(path)) == 1
+
+
+@pytest.mark.parametrize(("there", "broken"), [(3, ""), (2, "ended with 1, with 2 of 3"), (0, "ended with 1, with 0")])
+def test_how_aiperf_ended_is_told_where_records_are_missing(
+    there: int, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(argv: list[str], *args: Any, **kwargs: Any) -> str:
+        folder = Path(argv[argv.index("--output-artifact-dir") + 1])
+        lines = [aiperf_line(50.0 + index) for index in range(there)]
+        (folder / load_aiperf.RECORDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return "ended with 1"
+
+    monkeypatch.setattr(load_aiperf.external, "run", run)
+    monkeypatch.setattr(load_aiperf, "warm_up", lambda job, cancel: 2)
+    found = load_aiperf.AiperfLoad().run(job(num=3, tokenizer=tmp_path), Cancel(), lambda line: None)
+    assert len(found.samples) == (there if not broken else 0)
+    assert found.broken.startswith(broken)
+    assert bool(found.broken) == bool(broken)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_rate_asked_for_is_the_rate_that_is_sent(seed: int) -> None:
+    """Drawn as they come, 40 gaps would be off by 16%: a point would be named by a rate that it had not."""
+    due = workload.send_times(41, 8.0, "poisson", seed)
+    gaps = np.diff(due)
+    assert due[0] == 0.0
+    assert due[-1] == pytest.approx(5.0)
+    assert 0.5 < np.std(gaps) * 8.0 < 1.6, "exponential: as wide as its mean"
+    assert workload.send_times(1, 8.0, "poisson", seed) == [0.0]
+    assert workload.send_times(0, 8.0, "poisson", seed) == []
 
 
 def test_aiperf_gets_our_prompts_at_our_times() -> None:

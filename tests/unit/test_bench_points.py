@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from kvferry.bench.arguments import lengths, rates, words
 from kvferry.bench.pace import Pace, spoken
-from kvferry.bench.points import OURS, Folder, Point, in_order, point_named, write_whole
+from kvferry.bench.points import OURS, Folder, Point, check_writable, in_order, point_named, write_whole
 from kvferry.errors import ConfigError
 
 POINT = Point("upstream-push", 0.25, 16000, 128, 2)
@@ -61,6 +62,36 @@ def test_other_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
         folder.done(POINT, SETTINGS)
 
 
+def test_a_folder_takes_points_of_one_sweep_only(tmp_path: Path) -> None:
+    """Also where the points themselves are others; how many requests they have may differ."""
+    folder = Folder(tmp_path)
+    folder.good(POINT, {"ttfts": [0.1], OURS: {"settings": SETTINGS}}, "")
+    (tmp_path / "notes.json").write_text("[]")
+    (tmp_path / "pull_qps1_in2_out2_iter1.json").write_text('{"kvferry": 3}')
+    folder.check({**SETTINGS, "num": 99})
+    with pytest.raises(ConfigError, match=rf"{POINT.name}.json was made with seed 0, this run has 7"):
+        folder.check({**SETTINGS, "seed": 7})
+
+
+@pytest.mark.parametrize("ours", [3, {}, {"settings": []}])
+def test_a_file_that_does_not_tell_its_settings_is_of_others(tmp_path: Path, ours: object) -> None:
+    folder = Folder(tmp_path)
+    folder.json(POINT).write_text(json.dumps({"ttfts": [0.1], OURS: ours}))
+    with pytest.raises(ConfigError, match="not written by this tool"):
+        folder.done(POINT, SETTINGS)
+
+
+def test_what_could_not_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    check_writable("--json", None)
+    check_writable("--json", tmp_path / "new" / "f.json")
+    check_writable("--json", tmp_path / "f")
+    with pytest.raises(ConfigError, match=r"--json: .* is a folder"):
+        check_writable("--json", tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_writable("--json", tmp_path / "f" / "g.json")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"ttfts": 3}'])
 def test_a_damaged_file_is_no_result(tmp_path: Path, text: str) -> None:
     folder = Folder(tmp_path)
@@ -81,13 +112,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     path = tmp_path / "f.json"
     write_whole(path, "old")
 
-    def full(self: Path, text: str) -> int:
-        with open(self, "w") as file:
-            file.write(text[:1])
-        raise OSError("no space left")
+    def full(self: Path, data: bytes) -> int:
+        with open(self, "wb") as file:
+            file.write(data[:1])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"f\.json cannot be written: No space left on device"):
         write_whole(path, "new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -97,13 +128,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="not writable"):
-        Folder(tmp_path).check()
+        Folder(tmp_path).check(SETTINGS)
 
 
 def test_a_file_in_the_folders_place(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError, match="--results"):
-        Folder(tmp_path / "f").check()
+        Folder(tmp_path / "f").check(SETTINGS)
 
 
 def test_lists_take_commas_and_blanks() -> None:
@@ -113,7 +144,8 @@ def test_lists_take_commas_and_blanks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "text"), [(lengths, "10,x"), (lengths, "1"), (lengths, "5,5"), (rates, "0"), (rates, "inf")]
+    ("read", "text"),
+    [(lengths, "10,x"), (lengths, "1"), (lengths, "5,5"), (rates, "0"), (rates, "inf"), (rates, "1,1.0000001")],
 )
 def test_bad_lists(read: object, text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=text):

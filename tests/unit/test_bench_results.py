@@ -6,9 +6,9 @@ import json
 import statistics
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_parts import result_facts as facts
 
 from kvferry.bench.points import OURS, Folder, Point
 from kvferry.bench.ruling import rule
@@ -16,28 +16,6 @@ from kvferry.bench.series import Series, load
 from kvferry.cli import main
 from kvferry.errors import ConfigError
 from kvferry.story import Story
-
-
-def facts(point: Point, ttft_ms: float, gap_ms: float, num: int = 5, **settings: Any) -> dict[str, Any]:
-    stats = {"p50": 2.0, "p90": 3.0, "p99": 4.0}
-    return {
-        "ttfts": [(ttft_ms + i) / 1e3 for i in range(num)],
-        "itls": [[gap_ms / 1e3] * 3] * num,
-        "output_lens": [4] * num,
-        "request_throughput": 2.0,
-        "duration": num / 2.0,
-        OURS: {
-            "point": point.facts(),
-            "transfer": {"by": "stories", "moved_bytes": 2**20, "expected_bytes": 2**20, "exposed_ms": stats},
-            "transfer_ids": ["abc"],
-            "generator": {"name": "vllm", "version": "1", "command": ["x", "<&>"]},
-            "environment": {"cores": 2, "cpu_model": "CPU <1>", "memory_gib": 3.0},
-            "settings": {
-                **{"engine": "sim", "profile": "p", "model": "m", "prefill": 1, "decode": 1, "seed": 11, "num": num},
-                **{"arrival": "poisson", "warm_ups": 2, "engine_args": ["--a"], "load": "vllm", **settings},
-            },
-        },
-    }
 
 
 @pytest.fixture

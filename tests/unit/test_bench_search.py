@@ -46,6 +46,23 @@ def test_everything_holds() -> None:
     assert server.asked == [1.0, 2.0, 4.0, 6.0]
 
 
+def test_what_no_lower_rate_can_mend_ends_it() -> None:
+    asked: list[float] = []
+
+    def hopeless(rate: float) -> bool | None:
+        asked.append(rate)
+        return None
+
+    assert highest(hopeless, 1.0, floor=0.05, ceiling=9.0) == Found(None, 1.0)
+    assert asked == [1.0]
+
+
+def test_no_hope_above_a_rate_that_holds_is_a_plain_no() -> None:
+    found = highest(lambda rate: True if rate <= 3.0 else None, 1.0, floor=0.05, ceiling=9.0)
+    assert found.rate is not None and found.broken is not None
+    assert found.rate <= 3.0 < found.broken <= found.rate * 1.05
+
+
 def test_enough_requests_for_one_percent_and_for_the_time() -> None:
     work = Workload(10, 10, seconds=10.0)
     assert work.num(100, 2.0) == 100

@@ -104,11 +104,11 @@ def test_c41_reads_are_waited_for(d):
     assert out[0] == Send("p0", Fetched(reg_id=r, ok=False)) and not out[1].ok and gone(d)
 
 
-@pytest.mark.parametrize("phase", ["registered", "landing", "cancelling"])
+@pytest.mark.parametrize("phase", ["registered", "streaming", "landing", "cancelling"])
 def test_c43_lost_peer_may_have_bytes_on_the_way(d, phase):
     (r,) = opened(d)
     if phase != "registered":
-        d.begun(r, True, 0.5)
+        d.begun(r, phase != "streaming", 0.5)
     if phase == "cancelling":
         d.cancel("r", "client left", 0.6)
     told = acts(d.peer_gone("p0", "peer_gone", "lost", 1.0))
@@ -187,3 +187,77 @@ def test_a_sibling_cancelled_by_a_lapse_gets_its_time_to_answer(d):
     assert [type(one) for one in out] == [Send, Send, Doomed] and d.next_due() is None
     d.failed(a, "cancelled", "x", 21.0)
     assert not acts(d.failed(b, "cancelled", "x", 21.0))[0].ok and gone(d)
+
+
+# -- stream: WRITEs come while prefill runs
+
+
+def streaming(d, peers=(("p0", 1),)):
+    regs = opened(d, "stream", peers)
+    for r in regs:
+        assert acts(d.begun(r, False, 1.0)) == []
+    return regs
+
+
+def test_a_stream_lands_after_its_seal(d):
+    (r,) = streaming(d)
+    assert d.incoming() == 1 and d.next_due() == 20.0, "the limit of prefill runs on"
+    assert acts(d.sealed(r, 15.0)) == [] and d.incoming() == 1 and d.next_due() == 18.0
+    assert acts(d.landed(r, 16.0)) == [Outcome(where("stream"), True, "", "")] and gone(d)
+    assert d.sealed(r, 17.0) == d.begun(r, False, 17.0) == [], "late or twice"
+
+
+def test_each_limit_of_a_stream_names_what_took_too_long(d):
+    (r,) = streaming(d)
+    cancel, doomed = acts(d.tick(20.0))
+    assert isinstance(cancel.message, Cancel) and "prefill did not deliver within 20 s" in doomed.reason
+    assert acts(d.failed(r, "cancelled", "x", 21.0))[0].code == "transfer_timeout" and gone(d)
+    (r,) = streaming(d)
+    d.sealed(r, 15.0)
+    _, doomed = acts(d.tick(18.0))
+    assert "the transfer took more than 3 s" in doomed.reason
+
+
+def test_cancel_in_the_middle_of_a_stream_waits_for_p(d):
+    (r,) = streaming(d)
+    assert acts(d.cancel("r", "client left", 1.5)) == [Send("p0", cancel(r, "client left"))]
+    assert acts(d.sealed(r, 1.6)) == [] and d.open_count() == 1, "P sealed before it heard of it"
+    (outcome,) = acts(d.failed(r, "cancelled", "ok", 2.0))
+    assert (outcome.ok, outcome.code, outcome.reason) == (False, "cancelled", "client left") and gone(d)
+
+
+def test_a_stream_that_failed_at_p(d):
+    (r,) = streaming(d)
+    assert acts(d.failed(r, "aborted", "P's client left", 2.0)) == [
+        Outcome(where("stream"), False, "aborted", "P's client left")
+    ]
+    assert gone(d)
+
+
+def test_one_rank_of_p_fails_while_the_other_streams(d):
+    peers = (("p0", 1), ("p1", 1))
+    a, b = streaming(d, peers)
+    d.sealed(a, 2.0)
+    assert acts(d.landed(a, 2.0)) == []
+    assert isinstance(acts(d.peer_gone("p1", "peer_gone", "lost", 2.5))[0], Doomed)
+    assert d.begun(b, False, 2.6) == d.sealed(b, 2.6) == [], "what it said before it was lost"
+    assert acts(d.tick(3.25)) == [Outcome(where("stream", peers), False, "peer_gone", "lost")] and gone(d)
+
+
+def test_silence_in_the_middle_of_a_stream(d):
+    (r,) = streaming(d)
+    told, doomed = acts(d.silent("p0", "silent for 30 s", 5.0))
+    assert isinstance(told.message, Cancel) and isinstance(doomed, Doomed) and d.open_count() == 1
+    assert acts(d.sealed(r, 9.0)) == [] and acts(d.landed(r, 9.0))[0].code == "peer_gone" and gone(d)
+
+
+@pytest.mark.parametrize("first", ["sealed", "begun twice", "sealed twice"])
+def test_impossible_orders_of_a_stream(d, first):
+    (r,) = opened(d, "stream")
+    if first != "sealed":
+        d.begun(r, False, 0.0)
+    if first == "sealed twice":
+        d.sealed(r, 0.0)
+    with pytest.raises(UnexpectedEvent):
+        d.begun(r, False, 0.0) if first == "begun twice" else d.sealed(r, 0.0)
+    assert acts(d.landed(r, 0.0))[0].ok

@@ -151,6 +151,10 @@ def test_router_command_names_every_engine_and_the_dialect(tmp_path: Path) -> No
     line = router_command(plain, [PLAIN], plain.check(), 8000, tmp_path)
     assert arg_value(line, "--decode") == "http://127.0.0.1:8300"
     assert (arg_value(line, "--connector"), arg_value(line, "--mode")) == ("none", "colocated")
+    assert arg_value(line, "--bind") is None
+    streams = DeploymentSpec(mode="stream", bind="at=50")
+    line = router_command(streams, [PREFILL, DECODE], streams.check(), 8000, tmp_path)
+    assert (arg_value(line, "--mode"), arg_value(line, "--bind")) == ("stream", "at=50")
 
 
 def test_names_and_argument_lookup() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from vllm_tier import Legs, deployed
+from vllm_tier import Legs, deployed, metric
 
 from kvferry.launch.deployment import Deployment
 from kvferry.story import read_lines
@@ -135,6 +135,35 @@ async def test_cold_prompts_eight_at_a_time(
     assert check_bytes(state_dir, moved) == sum(last for _, last in moved.values()) > 300
     ends = released(state_dir)
     assert all(ends[transfer_id] for transfer_id, _ in done)
+    await metrics_agree_with_the_story(cold)
+
+
+async def metrics_agree_with_the_story(deployment: Deployment) -> None:
+    """vLLM's server exports what the ranks' transfers did, to the byte; its numbers follow its steps by moments."""
+    lines = list(read_lines(Path(deployment.spec.state_dir) / "story"))
+    posts = [line for line in lines if line["event"] == "posted"]
+    allocated = [line for line in lines if line["event"] == "allocated"]
+    expected = {
+        "vllm:nixl_bytes_transferred_sum": sum(post["nbytes"] for post in posts),
+        "vllm:nixl_bytes_transferred_count": len(posts),
+        "vllm:nixl_num_descriptors_sum": sum(post["descriptors"] for post in posts),
+        "kvferry:blocks_per_landing_sum": sum(line["blocks"] for line in allocated),
+        "kvferry:block_runs_sum": sum(line["runs"] for line in allocated),
+        "kvferry:transfers_total": sum(line["event"] in ("released", "landed") for line in lines),
+        "kvferry:open_sources": 0,
+        "kvferry:open_landings": 0,
+        "kvferry:posts_in_flight": 0,
+    }
+    async with aiohttp.ClientSession() as session, asyncio.timeout(10.0):
+        legs = Legs(session, deployment)
+        while True:
+            found = {
+                name: await metric(legs, legs.prefill, name) + await metric(legs, legs.decode, name)
+                for name in expected
+            }
+            if found == expected:
+                return
+            await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("mode", ["push", "pull", "stream"])

@@ -74,4 +74,4 @@ def hardware(about: dict[str, Any]) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width))
+    return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))

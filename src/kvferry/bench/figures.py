@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvferry.bench.captions import caption, wrapped
-from kvferry.bench.points import writing
+from kvferry.bench.points import write_whole
 from kvferry.bench.series import Results, Series
 from kvferry.errors import ConfigError
 from kvferry.launch.timeline import PULL_LABELS, actor, spans
@@ -206,6 +206,7 @@ def timeline(story: Sequence[dict[str, Any]], text: str) -> Any:
     axis.set_yticks(range(len(rows)))
     axis.set_yticklabels([label for label, *_ in rows])
     axis.invert_yaxis()
+    axis.set_axisbelow(True)
     axis.set_xlim(0, whole * 1.12)
     axis.set_xlabel("ms since the request came")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in sides.values()]
@@ -218,9 +219,11 @@ def timeline(story: Sequence[dict[str, Any]], text: str) -> Any:
 
 def save(figure: Any, path: Path) -> None:
     """By the name's end: .png or .svg. Raises `ConfigError` where it can't be written."""
-    with writing(path):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    drawn = io.BytesIO()
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150, metadata=metadata)
     pyplot().close(figure)
+    write_whole(path, drawn.getvalue())
 
 
 def svg(figure: Any) -> str:

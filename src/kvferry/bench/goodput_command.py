@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
             say("stopped")
             drop(args.state_dir, state)
             return 130
+        except ConfigError:
+            drop(args.state_dir, state)
+            raise
         print(table(results), flush=True)
         if args.json:
             write_json(args.json, facts_of(results, setup.facts(), rules.facts(), work, goals, load.name))

@@ -33,6 +33,11 @@ KINDS = {
         "kvferry bench goodput --engine sim --profile llama-8b-l40s --ttft 2000 --itl 60 --modes colocated,push "
         "--input-len 2000 --output-len 128",
     ),
+    "transfer": Kind(
+        "one rank's transfer by the connector's core, without engines: time per part, beside floor and naive",
+        "kvferry.bench.transfer_command",
+        "kvferry bench transfer --shape qwen3-32b-tp8 --tokens 16384 --fragmentation 1 --mode push --json out.json",
+    ),
     "plot": Kind(
         "figures of a sweep, or the timeline of one transfer",
         "kvferry.bench.plot_command",

@@ -140,12 +140,12 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option}: {path} is not writable", hint="choose another file")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | bytes) -> None:
     """A reader sees the old file or the new one, never half of it. Raises `ConfigError` where it can't be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with writing(path):
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+            temporary.write_bytes(text if isinstance(text, bytes) else text.encode(errors="backslashreplace"))
             temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):

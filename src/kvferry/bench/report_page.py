@@ -79,7 +79,7 @@ def _timelines(results: Results) -> Iterable[str]:
     """Of each mode that moves KV, one transfer at the heaviest load that has one in all of them."""
     told: dict[tuple[int, float, int], dict[str, dict[str, Any]]] = {}
     for ours in results.ours():
-        if ours.get("story"):
+        if any(line["event"] == "posted" for line in ours.get("story", ())):
             point = ours["point"]
             key = (point["input_len"], point["qps"], point["output_len"])
             told.setdefault(key, {}).setdefault(point["mode"], ours)
@@ -113,6 +113,8 @@ def _transfers(series: Sequence[Series]) -> str:
         for number, told in enumerate(entry.facts()["transfers"], 1):
             exposed, pieces = told.get("exposed_ms") or {}, told.get("descriptors") or {}
             moved, expected = told.get("moved_bytes"), told.get("expected_bytes")
+            if moved == expected == 0:
+                continue
             rows.append(
                 [
                     *(entry.mode, f"{entry.qps:g}", entry.input_len, entry.output_len, number),
@@ -156,8 +158,8 @@ def _method(settings: dict[str, Any], ours: Sequence[dict[str, Any]]) -> Iterabl
     loads = " and ".join(dict.fromkeys(f"{e['generator'].get('name')} {e['generator'].get('version')}" for e in ours))
     started = "" if behind else f", {settings.get('prefill')} prefill and {settings.get('decode')} decode engines"
     yield escape(
-        f"{captions.what(settings)}{started}; {captions.where(ours)}. Load: {loads}, {counts} requests per run, "
-        f"{settings.get('arrival')} arrivals, prompts sent as {settings.get('prompts', 'not told')}, seed "
+        f"Measured: {captions.what(settings)}{started}; {captions.where(ours)}. Load: {loads}, {counts} requests "
+        f"per run, {settings.get('arrival')} arrivals, prompts sent as {settings.get('prompts', 'not told')}, seed "
         f"{settings.get('seed')}, {settings.get('warm_ups')} warm-up requests before each run. Engine arguments: "
         f"{' '.join(map(str, settings.get('engine_args') or ())) or 'none beside ours'}."
     )

@@ -113,7 +113,7 @@ def _against(chosen: str, other: str, workloads: Sequence[dict[str, Series]]) ->
         for found, tails in zip(ratios, _tails({mode: there[mode] for mode in (chosen, other)}), strict=True):
             found.append(tails[chosen] / tails[other] if tails[chosen] and tails[other] else 1.0)
     ttft, itl = (math.exp(float(np.mean(np.log(found)))) for found in ratios)
-    return f"its p90 TTFT is {ttft:.2f} and its p99 ITL {itl:.2f} times that of {other}"
+    return f"p90 TTFT and p99 ITL of {chosen} are {ttft:.2f} and {itl:.2f} times those of {other}"
 
 
 def _why(chosen: str, near: Sequence[str], scores: dict[str, float], rows: Sequence[Row]) -> str:

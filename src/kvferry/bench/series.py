@@ -92,11 +92,13 @@ def load(folder: Path) -> Results:
     """Raises `ConfigError` where there is no point, one without the times of its requests, or points that were not made
     alike. A file of vLLM's own with failed requests is void.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"--results: {folder} is no folder", hint="the one that `kvferry bench sweep` wrote to")
     found: dict[Key, Series] = {}
     void: list[Void] = []
     taken: dict[Point, Path] = {}
     alike: tuple[Path, dict[str, Any]] | None = None
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    for path in sorted(folder.glob("*.json")):
         if path.name.endswith(".void.json"):
             point = point_named(path.name.removesuffix(".void.json"))
             if point is not None and not (folder / f"{point.name}.json").exists():

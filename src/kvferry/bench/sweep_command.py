@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
             say("stopped; the same command goes on with the points that are missing")
             drop(args.state_dir, state)
             return 130
+        except ConfigError:
+            drop(args.state_dir, state)
+            raise
         print(f"{len(outcome.done)} measured, {len(outcome.skipped)} there already, {len(outcome.void)} void")
         for point, reason in outcome.void:
             say(f"kvferry: error: {point.name} is void: {reason}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,6 +87,16 @@ def touch_pages(kv_caches: dict[str, torch.Tensor]) -> None:
     for cache in kv_caches.values():
         if cache.device.type == "cpu":
             cache.zero_()
+
+
+def stats_module() -> ModuleType | None:
+    """`kvferry.connector.stats`; None, and nothing is exported, where vLLM lacks the classes that it builds on."""
+    try:
+        return importlib.import_module("kvferry.connector.stats")
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm"):
+            raise
+        return None
 
 
 def log_like_vllm() -> None:

@@ -21,6 +21,7 @@ from kvferry.connector.compat import (
     fingerprint,
     log_like_vllm,
     rank_and_size,
+    stats_module,
     total_kv_heads,
     touch_pages,
     wanted_layout,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 KVConnectorMetadata.register(StepMetadata)  # which itself knows nothing of vLLM
+_stats = stats_module()
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -109,6 +111,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sent, received, failed = self._worker.results()
         return KVConnectorTransferResults(set(sent), set(received), set(failed))
 
+    def get_kv_connector_stats(self) -> Any:
+        """Once per step: mostly nothing."""
+        record = None if self._worker is None else self._worker.stats()
+        return None if record is None or _stats is None else _stats.KVFerryStats.of(record)
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
@@ -151,6 +158,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     # -- class level ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return None if _stats is None else _stats.KVFerryStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        made = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return None if _stats is None else _stats.KVFerryPromMetrics(*made)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

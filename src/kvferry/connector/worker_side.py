@@ -26,6 +26,7 @@ from kvferry.transfer.core import TransferCore
 from kvferry.transfer.fabric import MakeFabric
 from kvferry.transfer.peers import SCRATCH_BYTES, Identity
 from kvferry.transfer.prober import Prober
+from kvferry.transfer.stats import TransferStats
 from kvferry.transfer.thread import InlineTransfers, Transfers, TransferThread
 
 if TYPE_CHECKING:
@@ -260,6 +261,10 @@ class WorkerSide:
             if self._story.on:
                 self._story.note(result.transfer_id, "hooks", part="worker", ms=take_ms(self))
         return sent, received, failed
+
+    def stats(self) -> TransferStats | None:
+        """What this rank's transfers did since the last call, if anything; after `results`."""
+        return None if self._transfers is None else self._transfers.stats()
 
     def close(self) -> None:
         if self._transfers is not None:

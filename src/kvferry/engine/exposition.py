@@ -1,4 +1,5 @@
-"""What /metrics says, under vLLM's names: the loop's snapshot, and what only the server sees (latencies, ends).
+"""What /metrics says, under vLLM's names: the loop's snapshot, what only the server sees (latencies, ends), and what
+the ranks' transfers did.
 
 Owner: the event loop. Observing costs a fraction of a microsecond; the text is made when it is asked for.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import Histogram as PromHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvferry.engine.loop import Stats
 from kvferry.engine.request import FinishReason
+from kvferry.observe.transfers import Make, TransferMetrics
 
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -52,7 +56,9 @@ class Histogram:
 
 
 class Metrics(Collector):
-    def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
+    """`transfers`: None without a connector."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Stats], transfers: bool = False) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._stats = stats
         self._registry = CollectorRegistry()
@@ -61,6 +67,10 @@ class Metrics(Collector):
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
         self.request = Histogram(REQUEST_S)
         self.finished: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
+        self.transfers: TransferMetrics | None = None
+        if transfers:
+            make: Make = {kind: partial(kind, registry=self._registry) for kind in (Counter, Gauge, PromHistogram)}
+            self.transfers = TransferMetrics(make, list(self._labels), {0: list(self._labels.values())})
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

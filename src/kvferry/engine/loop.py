@@ -2,7 +2,8 @@
 
 Threads: `add`, `abort`, `stats`, `inject`, `close` may be called from any; all else happens on the engine thread. A
 deque carries requests and aborts to it; each append sets the event on which the loop sleeps when it has no work.
-`deliver` is called on the engine thread, once per step. The connector's own transfer thread lives in each rank.
+`deliver` is called on the engine thread, once per step, and so is `moved`, with what all ranks' transfers did, if they
+did anything. The connector's own transfer thread lives in each rank.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from kvferry.story import Story, story_side
 
 if TYPE_CHECKING:
     from kvferry.connector.scheduler_side import SchedulerSide
+    from kvferry.transfer.stats import TransferStats
 
 Deliver = Callable[[list[Output]], None]
+Moved = Callable[["TransferStats"], None]
 _BLOCKED_S = 0.001  # nothing can run though there is work: vLLM looks again after as long
 
 
@@ -44,11 +47,11 @@ class Stats:
 
 
 class EngineLoop:
-    def __init__(self, config: EngineConfig, deliver: Deliver) -> None:
+    def __init__(self, config: EngineConfig, deliver: Deliver, moved: Moved | None = None) -> None:
         config.check()
         self.config = config
         self.death: BaseException | None = None
-        self._deliver = deliver
+        self._deliver, self._moved = deliver, moved
         self._inbox: deque[Request | str | tuple[Mapping[str, Any], Future[None]]] = deque()
         self._news = threading.Event()
         self._stopping = False
@@ -160,6 +163,7 @@ class EngineLoop:
         scheduler.update(step, totals, scheduler.gather(answers))
         self._hand_out(scheduler)
         self._count(scheduler, answers)
+        self._tell_transfers(answers)
         if not step.scheduled and (metadata is None or not metadata.idle):
             self._wait(scheduler, _BLOCKED_S)
 
@@ -205,6 +209,13 @@ class EngineLoop:
             late_s=before.late_s + max(answer.late_s for answer in answers),
             counts=scheduler.counts,
         )
+
+    def _tell_transfers(self, answers: list[Done]) -> None:
+        told = [answer.transfers for answer in answers if answer.transfers is not None]
+        if told and self._moved is not None:
+            for other in told[1:]:
+                told[0].add(other)
+            self._moved(told[0])
 
     def _refuse_rest(self) -> None:
         while self._inbox:

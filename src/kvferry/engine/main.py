@@ -109,6 +109,7 @@ def configs_of(args: argparse.Namespace, profile: Profile, tokenizer: Tokenizer)
         vocab_size=engine.vocab_size,
         api_keys=tuple(args.api_key),
         faults=args.enable_faults,
+        transfers=engine.kv_transfer is not None,
     )
     return engine, server
 
@@ -137,7 +138,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, tokenizer: Tokenizer
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     server = Server(config, tokenizer)
-    loop = EngineLoop(engine, server.deliver)
+    loop = EngineLoop(engine, server.deliver, server.moved)
     server.engine = loop
     await asyncio.to_thread(loop.start)
     try:

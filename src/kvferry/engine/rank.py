@@ -26,6 +26,7 @@ from kvferry.story import story_side
 if TYPE_CHECKING:
     from kvferry.connector.metadata import StepMetadata
     from kvferry.connector.worker_side import WorkerSide
+    from kvferry.transfer.stats import TransferStats
 
 _MASK = (1 << 64) - 1
 
@@ -52,13 +53,15 @@ class Work:
 
 @dataclass
 class Done:
-    """A rank's answer. `totals`: sum over all KV of a request, by `content`. `late_s`: real work beyond `model_s`."""
+    """A rank's answer. `totals`: sum over all KV of a request, by `content`. `late_s`: real work beyond `model_s`.
+    `transfers`: what they did since the last step, if anything."""
 
     totals: dict[str, int]
     sent: set[str]
     received: set[str]
     failed: set[str]
     late_s: float
+    transfers: TransferStats | None = None
 
 
 class _Sequence:
@@ -130,7 +133,7 @@ class Rank:
         sent, received, failed = self._worker.results()
         if received and self.faults.corrupt is not None:
             self._corrupt(received - failed)
-        return Done(totals, set(sent), set(received), set(failed), late_s)
+        return Done(totals, set(sent), set(received), set(failed), late_s, self._worker.stats())
 
     def _sleep(self, begun: float, model_s: float) -> None:
         """Until the modelled step is over; its layers are done one after the other, in equal times."""

@@ -30,6 +30,7 @@ from kvferry.engine.request import Output, Request
 from kvferry.engine.text import Chat, Tokenizer
 from kvferry.errors import ConfigError, EngineError, KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE
+from kvferry.transfer.stats import TransferStats
 
 log = logging.getLogger("kvferry.engine")
 
@@ -60,13 +61,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """`names`: what the model is called, the first one in replies. `api_keys`: any of them will do; none: open."""
+    """`names`: what the model is called, the first one in replies. `api_keys`: any of them will do; none: open.
+    `transfers`: whether the engine has a connector, and /metrics tells of it."""
 
     names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
     api_keys: tuple[str, ...] = ()
     faults: bool = False
+    transfers: bool = False
 
 
 class Server:
@@ -76,7 +79,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer) -> None:
         self.config = config
-        self.metrics = Metrics(config.names[0], lambda: self.engine.stats())
+        self.metrics = Metrics(config.names[0], lambda: self.engine.stats(), config.transfers)
         self._tokenizer = tokenizer
         self._loop = asyncio.get_running_loop()
         self._choices: dict[str, Choice] = {}
@@ -93,6 +96,11 @@ class Server:
     def deliver(self, outputs: Sequence[Output]) -> None:
         """Engine thread."""
         self._loop.call_soon_threadsafe(self._hand_out, outputs, time.monotonic())
+
+    def moved(self, transfers: TransferStats) -> None:
+        """Engine thread."""
+        if self.metrics.transfers is not None:
+            self._loop.call_soon_threadsafe(self.metrics.transfers.observe, transfers)
 
     def _hand_out(self, outputs: Sequence[Output], at: float) -> None:
         choices = self._choices

@@ -54,6 +54,12 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", metavar="M", help="smollm2, or the folder of a model; with sim: a name")
     parser.add_argument("--profile", default=DEFAULT_PROFILE, metavar="NAME", help="sim: model and machine, or a file")
     parser.add_argument("--mode", default="push", help=f"one of: {', '.join(MODES)} (default: push)")
+    parser.add_argument(
+        "--bind",
+        default="early",
+        metavar="WHEN",
+        help="mode stream: choose the decode engine early, late (prefill is done) or at=PERCENT of it (default: early)",
+    )
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill engines (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode or colocated engines (default: 1)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="the router's port (default: 8000; 0: any)")
@@ -72,6 +78,7 @@ def up(args: argparse.Namespace) -> int:
         engine=args.engine,
         profile=args.profile,
         mode=args.mode,
+        bind=args.bind,
         model=args.model,
         prefill=1 if args.prefill is None else args.prefill,
         decode=args.decode,

@@ -19,7 +19,7 @@ from kvferry.launch.commands import add_state_dir, say, show_tail
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ProcessDied
 from kvferry.launch.spec import MODES, DeploymentSpec, mode_named
-from kvferry.launch.timeline import LABELS, LEGEND, PULL_LABELS, bars
+from kvferry.launch.timeline import LABELS, LEGEND, PULL_LABELS, STREAM_LABELS, STREAM_LEGEND, bars
 from kvferry.launch.web import open_json
 from kvferry.story import read_story
 
@@ -117,7 +117,8 @@ def _serve_and_ask(args: argparse.Namespace, mode: str, cancel: Cancel) -> tuple
         answers = [interruptible(cancel, partial(ask_one, question)) for question in QUESTIONS]
         say(f"== {mode}: answered")
     story = read_story(deployment.state_dir.story, answers[-1].transfer_id)
-    return answers, bars(story, PULL_LABELS if mode_named(mode).router_mode == "pull" else LABELS)
+    labels = {"pull": PULL_LABELS, "stream": STREAM_LABELS}.get(mode_named(mode).router_mode, LABELS)
+    return answers, bars(story, labels)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,7 +157,7 @@ def _print_report(args: argparse.Namespace, answers: dict[str, list[Answer]], ti
             out += ["", f"Question {len(QUESTIONS)} with {mode}, transfer {transfer}", *lines]
             out += [f"  every event: kvferry story {transfer} --state-dir {folder}"]
     if any(MODES[mode].connector == "kvferry" for mode in timelines):
-        out += ["", *LEGEND]
+        out += ["", *LEGEND, *(STREAM_LEGEND if "stream" in timelines else ())]
     if any(MODES[mode].split for mode in timelines):
         out += [
             "",

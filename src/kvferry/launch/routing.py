@@ -20,4 +20,5 @@ def router_command(spec: DeploymentSpec, plans: Sequence[Engine], mode: Mode, po
     for plan in plans:
         line += ["--prefill" if plan.role == "prefill" else "--decode", plan.router_spec()]
     line += ["--connector", mode.connector, "--mode", mode.router_mode, "--story-dir", str(story)]
+    line += ["--bind", spec.bind] if mode.router_mode == "stream" else []
     return [*line, *spec.router_args]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvferry.engine.profile import load as load_profile
 from kvferry.errors import ConfigError, unknown_name
+from kvferry.router.config import check_bind
 
 Role = Literal["prefill", "decode", "colocated"]
 
@@ -57,7 +58,8 @@ class DeploymentSpec:
 
     `engine` 'sim': kvferry's own, its time modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
     `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
-    the per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one.
+    the per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one. `bind`: the
+    router's, of mode `stream`.
     """
 
     mode: str = "push"
@@ -66,6 +68,7 @@ class DeploymentSpec:
     model: str = ""
     prefill: int = 1
     decode: int = 1
+    bind: str = "early"
     port: int = 0
     dtype: str = "bfloat16"
     vllm_args: Sequence[str] = ()
@@ -96,6 +99,7 @@ class DeploymentSpec:
             raise ConfigError(f"mode {mode.name!r} needs vLLM engines", hint=hint)
         if mode.split and self.prefill < 1:
             raise ConfigError(f"prefill: {self.prefill} engines, mode {mode.name!r} needs at least 1")
+        check_bind(self.bind, f"mode {mode.name!r}", mode.router_mode == "stream")
         if self.decode < 1:
             raise ConfigError(f"decode: {self.decode} engines, at least 1 is needed")
         if self.port and not 0 < self.port < 65536:

@@ -8,34 +8,47 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError
+from kvferry.launch.chunks import FIXED, gathered, streamed
 from kvferry.launch.commands import add_state_dir
 from kvferry.launch.state import StateDir
 from kvferry.story import read_story
 
-_FIXED = {"t", "transfer_id", "side", "rank", "event"}
+_LAST = {"written", "rewound"}
+"""Events of a stream that happen several times, and whose last time counts."""
 
 # Label, the event that ends the step, the events that may begin it: the latest of those that came before the end.
 STEPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dispatched", "dispatched", ("received",)),
     ("queued", "queued", ("received", "dispatched")),
-    ("prefill", "computed", ("queued",)),
+    ("rewound", "rewound", ("queued",)),
+    ("prefill", "computed", ("queued", "rewound")),
     ("prefill reply", "prefill_done", ("computed",)),
-    ("allocated", "allocated", ("dispatched", "prefill_done")),
+    ("bound", "bound", ("dispatched", "prefill_done")),
+    ("allocated", "allocated", ("dispatched", "prefill_done", "bound")),
     ("registered", "registered", ("dispatched", "prefill_done", "allocated")),
     ("matched", "matched", ("registered", "computed")),
     ("granted", "granted", ("matched",)),
     ("posted", "posted", ("matched", "granted")),
-    ("landed", "landed", ("posted",)),
+    ("chunks", "written", ("posted",)),
+    ("landed", "landed", ("posted", "computed")),
     ("first token", "first_token", ("landed",)),
     ("last token", "last_token", ("first_token",)),
 )
 PULL_LABELS = tuple(step[0] for step in STEPS)
-LABELS = tuple(label for label in PULL_LABELS if label not in ("prefill reply", "granted"))
+"""Every label that there is; a pull needs them all but for those of streams."""
+_OF_STREAMS = {"rewound", "bound", "chunks"}
+_AT_TIMES = {"rewound", "bound"}
+LABELS = tuple(label for label in PULL_LABELS if label not in {"prefill reply", "granted", *_OF_STREAMS})
 """Of a push, where D is asked together with P and nothing is granted."""
+STREAM_LABELS = tuple(label for label in PULL_LABELS if label not in ("prefill reply", "granted", "posted"))
 LEGEND = (
     "  P: prefill engine, D: decode engine. at: the step's end, since the request came; took: since what it waited for",
     "  matched: P has the KV and knows D's blocks; posted: the copy was handed to the network (moved: its size)",
     "  →: goes on after the first token, with which the axis ends",
+)
+STREAM_LEGEND = (
+    "  of a stream: chunks, from the first handed to the network to the last written; landed, since prefill was done, "
+    "which is what was not hidden behind it",
 )
 _WHO = {"prefill": "P", "decode": "D"}
 
@@ -55,21 +68,31 @@ def actor(story: Sequence[dict[str, Any]], event: str) -> str:
 
 
 def _moved(story: Sequence[dict[str, Any]]) -> str:
-    """What all ranks posted."""
+    """What all ranks posted; of a stream, how much of it before prefill was done."""
     posts = [line for line in story if line["event"] == "posted" and "nbytes" in line]
     if not posts:
         return ""
     nbytes, descriptors = (sum(line.get(key, 0) for line in posts) for key in ("nbytes", "descriptors"))
-    return f", moved {nbytes / 1e6:.1f} MB in {descriptors} descriptors"
+    moved = f", moved {nbytes / 1e6:.1f} MB in {descriptors} descriptors"
+    if not streamed(story):
+        return moved
+    done = first_times(story).get("computed", float("inf"))
+    early = sum(line["nbytes"] for line in posts if float(line["t"]) < done)
+    many = f"{len(posts)} chunk{'s' * (len(posts) > 1)}"
+    return f"{moved} and {many}, {100 * early / max(nbytes, 1):.0f}% before prefill was done"
 
 
-def story_lines(story: Sequence[dict[str, Any]]) -> list[str]:
-    """Every event of a transfer with its distance from the first and from the one before, in milliseconds."""
+def story_lines(story: Sequence[dict[str, Any]], every: bool = False) -> list[str]:
+    """Every event of a transfer with its distance from the first and from the one before, in milliseconds.
+
+    The chunks that one rank of a stream posted, or saw written, between two other events share a line, which stands
+    where the first of them was; `every`: each has its own.
+    """
     lines = []
     begun = before = float(story[0]["t"])
-    for line in story:
+    for line in story if every or not streamed(story) else gathered(story):
         t = float(line["t"])
-        facts = " ".join(f"{key}={value}" for key, value in line.items() if key not in _FIXED and value != "")
+        facts = " ".join(f"{key}={value}" for key, value in line.items() if key not in FIXED and value != "")
         who = line["side"] if not line.get("rank") else f"{line['side']}/{line['rank']}"
         text = f"{(t - begun) * 1e3:>10.1f} ms  +{(t - before) * 1e3:>8.1f}  {who:<10} {line['event']:<12} {facts}"
         lines.append(text.rstrip())
@@ -78,11 +101,17 @@ def story_lines(story: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def spans(story: Sequence[dict[str, Any]], labels: Sequence[str]) -> list[tuple[str, str, float, float]]:
-    """(label, event that ends it, begin, end) of each step of `labels` that the story has; wall-clock seconds."""
-    times = first_times(story)
+    """(label, event that ends it, begin, end) of each step of `labels` that the story has; wall-clock seconds.
+
+    Of a stream, `chunks` goes from the first post to the last WRITE's end, in place of `posted`; `rewound` to the last
+    time that prefill had to begin anew.
+    """
+    times, streams = first_times(story), streamed(story)
+    if streams:
+        times |= {line["event"]: float(line["t"]) for line in story if line["event"] in _LAST}
     found = []
     for label, end_event, start_events in STEPS:
-        if label in labels and end_event in times:
+        if label in labels and end_event in times and label != ("posted" if streams else "chunks"):
             end = times[end_event]
             starts = [times[event] for event in start_events if event in times and times[event] <= end]
             found.append((label, end_event, max(starts, default=min(times.values())), end))
@@ -94,7 +123,8 @@ def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width:
     on after it ends in an arrow. The last line names the steps that are missing.
     """
     times, steps = first_times(story), spans(story, labels)
-    missing = [label for label in labels if label not in {step[0] for step in steps}]
+    not_missed = _AT_TIMES | ({"posted"} if streamed(story) else _OF_STREAMS) | {step[0] for step in steps}
+    missing = [label for label in labels if label not in not_missed]
     lines = []
     if steps:
         begun = min(times.values())
@@ -106,7 +136,7 @@ def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width:
             bar = " " * left + ("█" * length if length > 0 else "▏")
             bar = bar if len(bar) <= width else bar[: width - 1] + "→"
             at, took = (end - begun) * 1e3, (end - start) * 1e3
-            moved = _moved(story) if event == "posted" else ""
+            moved = _moved(story) if label in ("posted", "chunks") else ""
             who = actor(story, event)
             lines.append(f"  {who:<6} {label:<13} |{bar:<{width}}| at {at:>8.1f} ms  took {took:.1f}{moved}")
     if missing:
@@ -123,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder with stories (default: STATE_DIR/story); repeat it for files collected from several hosts",
     )
+    parser.add_argument("--every", action="store_true", help="of a stream: a line for each chunk")
     add_state_dir(parser)
 
 
@@ -137,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         if len(ids) > 1:
             print(f"transfer {transfer_id}")
-        print("\n".join(story_lines(sorted(story, key=lambda line: float(line["t"])))))
+        print("\n".join(story_lines(sorted(story, key=lambda line: float(line["t"])), args.every)))
     if untold:
         raise ConfigError(
             f"no story of transfer {', '.join(map(repr, untold))} in {', '.join(map(str, folders))}",

@@ -1,6 +1,8 @@
-"""The router's Prometheus metrics, under the names that users of other routers already chart."""
+"""The router's Prometheus metrics, under the names that users of other routers already chart. See docs/metrics.md."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -20,6 +22,10 @@ class RouterMetrics:
         self.ttft = self._histogram("request_ttft_seconds", "First byte in to first token out.", "streaming")
         self.running = self._gauge("running_requests", "Requests in flight.")
         self.worker_health = self._gauge("worker_health", "1: ready.", "role", "engine")
+        self.open_transfers = self._gauge(
+            "engine_open_transfers", "Transfers open on its first rank.", "role", "engine"
+        )
+        self.backlog = self._gauge("engine_backlog_bytes", "Streamed KV not yet posted there.", "role", "engine")
         self.pd_requests = self._counter("pd_requests", "Transfers dispatched.", "mode")
         self.pd_prefill_requests = self._counter("pd_prefill_requests", "Prefill legs started.", "engine")
         self.pd_decode_requests = self._counter("pd_decode_requests", "Decode legs started.", "engine")
@@ -40,6 +46,14 @@ class RouterMetrics:
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(_P + name, text, labels, registry=self.registry, buckets=_SECONDS)
+
+    def load(self, known: Mapping[tuple[str, str], tuple[int, int]]) -> None:
+        """`known`: (role, engine) -> transfers open there and bytes waiting. Of others nothing is shown."""
+        self.open_transfers.clear()
+        self.backlog.clear()
+        for labels, (transfers, nbytes) in known.items():
+            self.open_transfers.labels(*labels).set(transfers)
+            self.backlog.labels(*labels).set(nbytes)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -18,7 +18,7 @@ LEAST_S = 1e-3
 """Nor is less than this worth a piece: the gain is at most as much, and waking two threads costs a part of it."""
 
 LAYERS_FROM_S = 10e-3
-"""A step whose KV is copied in less leaves when it is done: what its layers could save is lost in the prefill's time."""
+"""A step whose KV is copied in less leaves when it is done: what its layers could save, prefill does not notice."""
 
 _BOUNDS = ((0.1, 0.01, 0.01), (5.0, 100.0, 100.0))
 """Of what the fit may find, in units of the prior: a post costs 10 to 500 microseconds, whatever a few samples say."""

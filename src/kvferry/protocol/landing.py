@@ -346,6 +346,10 @@ class Landings:
     def open_count(self) -> int:
         return len(self._landings)
 
+    def quarantined_blocks(self) -> int:
+        """Of landings whose request has failed or was aborted, and that P may still write to."""
+        return sum(len(one.destination.block_ids) for one in self._landings.values() if one.code)
+
     def incoming(self) -> int:
         """Legs whose bytes another rank is moving now, or may be: our agent must be driven."""
         moving = (Leg.STREAMING, Leg.LANDING, Leg.CANCELLING, Leg.SETTLING)

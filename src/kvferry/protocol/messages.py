@@ -180,7 +180,8 @@ class Describe(Message, frozen=True):
 
 
 class Description(Message, frozen=True):
-    """Answer to `Describe`."""
+    """Answer to `Describe`. The last two are of now, and of this rank: transfers that are open in either direction, and
+    bytes of streamed KV that are computed and registered for, but not posted."""
 
     engine_id: EngineId
     life: LifeId
@@ -190,6 +191,8 @@ class Description(Message, frozen=True):
     mode: Mode
     block_size: int
     version: str
+    open_transfers: Natural = 0
+    backlog_bytes: Natural = 0
 
 
 class Abandon(Message, frozen=True):

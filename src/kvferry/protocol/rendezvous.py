@@ -365,6 +365,21 @@ class Rendezvous:
         reading = (Leg.GRANTED, Leg.REVOKED)
         return sum(leg.state in reading for source in self._sources.values() for leg in source.legs.values())
 
+    def backlog_bytes(self) -> int:
+        """Stream: KV that is computed and registered for, but not posted. A token counts until all its planes are."""
+        going = (Leg.HELD, Leg.STREAMING, Leg.WRITING)
+        streamed = [source for source in self._sources.values() if source.mode == "stream"]
+        return sum(
+            leg.progress.behind(source.growth)
+            for source in streamed
+            for leg in source.legs.values()
+            if leg.state in going
+        )
+
+    def quarantined_blocks(self) -> int:
+        """Of sources that were given up, and that a WRITE or READ may still read."""
+        return sum(len(source.block_ids) for source in self._sources.values() if source.doomed and source.held)
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _check_mode(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:

@@ -22,12 +22,14 @@ class Span:
 @dataclass(frozen=True)
 class Pace:
     """How one registration's KV leaves, in tokens. `unit`: a chunk ends at a multiple of it (the larger block size),
-    but for the last one. `least`: fewer are not worth a WRITE of their own while more will come. `most`: in one WRITE.
+    but for the last one. `least`: fewer are not worth a WRITE of their own while more will come. `most`: in one WRITE,
+    not below `unit`. `token_bytes`: what one token has for this registration.
     """
 
     unit: int = 1
     least: int = 1
     most: int = 1 << 40
+    token_bytes: float = 0
 
 
 @dataclass
@@ -70,15 +72,19 @@ class Progress:
     def complete(self) -> bool:
         return self.tokens >= self.end
 
+    def behind(self, growth: Growth) -> int:
+        """Bytes of tokens that have come, and whose planes were not all taken."""
+        return int(max(0, min(growth.tokens, self.end) - self.tokens) * self.pace.token_bytes)
+
     def take(self, growth: Growth) -> Span | None:
         """The next rectangle to write, counted as taken; None: nothing worth a WRITE yet."""
         whole = self._bound(growth.tokens)
         if self.planes:
             return self._rest_of_part(growth, whole)
         if whole > self.tokens and (whole == self.end or growth.sealed or whole - self.tokens >= self.pace.least):
-            start, self.tokens = self.tokens, min(whole, self.tokens + self.pace.most)
+            start, self.tokens = self.tokens, min(whole, self._furthest())
             return Span(start, self.tokens)
-        part = min(self._bound(growth.part_end), self.tokens + self.pace.most)
+        part = min(self._bound(growth.part_end), self._furthest())
         if whole == self.tokens and growth.part_planes and part > self.tokens:
             self.part_end, self.planes = part, growth.part_planes
             return Span(self.tokens, part, 0, growth.part_planes)
@@ -93,6 +99,11 @@ class Progress:
             self.planes = growth.part_planes
             return Span(start, end, first, growth.part_planes)
         return None
+
+    def _furthest(self) -> int:
+        """Where one WRITE ends at the latest."""
+        end = self.tokens + self.pace.most
+        return end - end % self.pace.unit
 
     def _bound(self, tokens: int) -> int:
         """How far a chunk may go when so many tokens are there."""

@@ -143,8 +143,10 @@ class Router:
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         metrics = self.services.metrics
         metrics.running.set(self._running)
-        for engine in self.services.pool.all():
+        engines = self.services.pool.all()
+        for engine in engines:
             metrics.worker_health.labels(engine.role, engine.url).set(engine.ready)
+        metrics.load({(one.role, one.url): one.load for one in engines if one.load is not None})
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def other(self, request: web.Request) -> web.StreamResponse:

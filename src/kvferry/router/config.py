@@ -14,6 +14,26 @@ Mode = Literal["push", "pull", "stream", "colocated"]
 MIB = 1024 * 1024
 
 
+def bind_percent(bind: str) -> int:
+    """How much of a prompt is computed when its decode engine is chosen; 0: 'early', 100: 'late'.
+
+    Raises `ConfigError`.
+    """
+    named = {"early": 0, "late": 100}
+    if bind in named:
+        return named[bind]
+    kind, _, percent = bind.partition("=")
+    if kind != "at" or not percent.isdecimal() or not 0 <= int(percent) <= 100:
+        raise ConfigError(f"--bind: {bind!r}", hint="expected early, late or at=PERCENT, for example at=50")
+    return int(percent)
+
+
+def check_bind(bind: str, where: str, streams: bool) -> None:
+    """Raises `ConfigError` if that can't be. `where`: the mode or connector, in words; `streams`: it is `stream`."""
+    if bind_percent(bind) and not streams:
+        raise ConfigError(f"--bind: {bind!r} with {where}", hint="only --mode stream can bind later than early")
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`mode` is a choice for connector `kvferry` only; the others imply theirs (`none`: colocated)."""
 
@@ -51,20 +71,18 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self.connector == "none" or self.mode == "colocated"
 
     @property
+    def streams(self) -> bool:
+        return self.connector == "kvferry" and self.mode == "stream"
+
+    @property
     def bind_percent(self) -> int:
-        """0: early, 100: late. Raises `ConfigError`."""
-        named = {"early": 0, "late": 100}
-        if self.bind in named:
-            return named[self.bind]
-        kind, _, percent = self.bind.partition("=")
-        if kind != "at" or not percent.isdigit() or not 0 <= int(percent) <= 100:
-            raise ConfigError(f"--bind: {self.bind!r}", hint="expected early, late or at=PERCENT, for example at=50")
-        return int(percent)
+        """See the function of this name."""
+        return bind_percent(self.bind)
 
     def check(self) -> None:
         """Raises `ConfigError` for settings that contradict each other."""
-        if self.bind_percent and (self.mode != "stream" or self.connector != "kvferry"):
-            raise ConfigError(f"--bind: {self.bind!r} with mode {self.mode!r}", hint="only --mode stream can bind late")
+        ours = self.connector == "kvferry"
+        check_bind(self.bind, f"mode {self.mode!r}" if ours else f"connector {self.connector!r}", self.streams)
         if not self.decode:
             raise ConfigError("no decode engine", hint="--decode URL")
         if not self.colocated and not self.prefill:

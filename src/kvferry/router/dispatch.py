@@ -1,5 +1,7 @@
 """One transfer: a prefill leg and a decode leg under one fresh id, until D's answer may go to the client.
 
+D is chosen with P, or (`--bind`) when P has computed enough of the prompt; until then it is not asked.
+
 Owner: the event loop; an `Exchange` belongs to one request handler. `open` returns when D's first token (or whole
 answer) is there and P has not failed; it raises the one error that the client is to see. `close` must follow, always:
 it closes what is still open - which aborts that leg in its engine - and tells P to let go of what nobody fetched.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -27,6 +30,8 @@ from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
 from kvferry.router.upstream import engine_error, forwarded, read_all, read_some
 from kvferry.transfer import inquiry
+
+log = logging.getLogger("kvferry.router")
 
 Result = TypeVar("Result")
 
@@ -94,7 +99,7 @@ class Exchange:
     # -- the life of an exchange
 
     async def open(self) -> Answer:
-        """Raises `LegFailed`."""
+        """Raises `LegFailed`, or `Refusal` if no D can be chosen."""
         if self.prefill is None or self._dialect is None:
             self._prefill_ok.set()
             self.note("dispatched", decode=self.decode.url, mode="colocated")
@@ -112,18 +117,29 @@ class Exchange:
         return await self._first_of(prefill, decode)
 
     async def _bind(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
-        """Choose D when enough of the prompt is computed; P's error ends the wait."""
-        percent, waits = self._services.config.bind_percent, list[asyncio.Task[Any]]([prefill])
-        if percent < 100:
-            spec = engine.spec
-            asked = inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent)
-            waits.append(self._start(asked))
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        """Choose D when enough of the prompt is computed; P's error ends the wait. Raises `Refusal` without a D."""
+        enough = self._start(self._enough(prefill, engine))
+        await asyncio.wait({prefill, enough}, return_when=asyncio.FIRST_COMPLETED)
         if prefill.done():
+            enough.cancel()
             prefill.result()
+        else:
+            enough.result()
         self._decode = self._choose()
         self._decode.in_flight += 1
         self.note("bound", decode=self._decode.url)
+
+    async def _enough(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
+        """Until P has computed so much of the prompt, or, where it can't tell, has answered."""
+        spec, percent = engine.spec, self._services.config.bind_percent
+        if percent < 100:
+            try:
+                reached = await inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent)
+                if not reached.ended:
+                    return
+            except PeerUnreachable as error:
+                log.warning("%s waits for all of its prefill: %s", self.transfer_id, error)
+        await asyncio.wait({prefill})
 
     async def _first_of(self, prefill: asyncio.Task[Body], decode: asyncio.Task[Answer]) -> Answer:
         """D's answer; P's error goes before D's. A token of D's proves that P's KV has landed: it waits for nothing."""

@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_one_of("mode", get_args(Mode)),
         metavar=f"{{{','.join(get_args(Mode))}}}",
         default=default["mode"],
-        help="of connector kvferry; colocated sends each request to one decode engine alone",
+        help="of connector kvferry: prefill writes the KV when it is done (push) or while it computes (stream), decode "
+        "reads it (pull), or one decode engine does all (colocated) (default: %(default)s)",
     )
     parser.add_argument(
         "--bind",

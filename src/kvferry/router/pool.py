@@ -49,6 +49,13 @@ class Engine:
     def url(self) -> str:
         return self.spec.url
 
+    @property
+    def load(self) -> tuple[int, int] | None:
+        """Transfers open on its first rank, and bytes that wait there to be written, when it was described last; None
+        while it isn't ready, or has no side channel."""
+        about = self.description if self.ready else None
+        return None if about is None else (about.open_transfers, about.backlog_bytes)
+
     def snapshot(self) -> Snapshot:
         models = None if self.models is None else frozenset(self.models)
         return Snapshot(url=self.url, ready=self.ready, models=models, in_flight=self.in_flight)

@@ -11,6 +11,7 @@ from kvferry.protocol import messages as wire
 from kvferry.protocol.landing import Landings
 from kvferry.protocol.rendezvous import Rendezvous
 from kvferry.transfer.inspect import inspection
+from kvferry.transfer.load import Load
 from kvferry.transfer.peers import Identity
 
 Question = wire.Describe | wire.Inspect | wire.Why
@@ -28,14 +29,16 @@ class Answers:
         rendezvous: Rendezvous,
         landings: Landings,
         endings: Mapping[TransferId, tuple[bool, str, str]],
+        load: Load,
     ) -> None:
         self._identity, self._life, self._config, self._layout = identity, life, config, layout
-        self._rendezvous, self._landings, self._endings = rendezvous, landings, endings
+        self._rendezvous, self._landings, self._endings, self._load = rendezvous, landings, endings, load
 
     def to(self, question: Question) -> wire.Message:
         if isinstance(question, wire.Inspect):
             return inspection(self._identity, self._config, self._layout, self._life)
         if isinstance(question, wire.Describe):
+            now = self._load.levels()
             return wire.Description(
                 engine_id=self._identity.engine_id,
                 life=self._life,
@@ -45,6 +48,8 @@ class Answers:
                 mode=self._config.mode,
                 block_size=self._layout.block_size,
                 version=__version__,
+                open_transfers=now.sources + now.landings,
+                backlog_bytes=now.backlog_bytes,
             )
         return self._verdict(question.transfer_id)
 

@@ -31,9 +31,11 @@ from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
 from kvferry.transfer.fabric import Fabric, Op
+from kvferry.transfer.load import Load
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
 from kvferry.transfer.prober import Prober
+from kvferry.transfer.stats import Recorder
 
 log = logging.getLogger("kvferry.transfer")
 
@@ -84,7 +86,8 @@ class TransferCore:
             fence_s=config.lease_s,
         )
         self._commands: deque[cmd.Command] = deque()
-        self._posts = Posts(identity, layout, fabric, story, clock, config.transfer_timeout_s)
+        self.stats = Recorder(identity.rank)
+        self._posts = Posts(identity, layout, fabric, story, clock, config.transfer_timeout_s, self.stats)
         self._peers = Peers(
             identity,
             config,
@@ -102,9 +105,9 @@ class TransferCore:
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
         self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
-        self._answers = Answers(
-            identity, self._peers.life, config, layout, self._rendezvous, self._landings, self._endings
-        )
+        self._load = Load(self._rendezvous, self._landings, self._openings, self._posts, self.stats, clock)
+        known = (self._rendezvous, self._landings, self._endings, self._load)
+        self._answers = Answers(identity, self._peers.life, config, layout, *known)
         self._last_progress = 0.0
         self._driven_at = 0.0
         self._peers.dial_standing()
@@ -127,7 +130,9 @@ class TransferCore:
         self._take_commands()
         if self._posts and self._clock() - self._driven_at > _STOPPED_S:
             self._listen(0.05)
-        self._listen(self._timeout(max_wait_s))
+        timeout_s = self._timeout(max_wait_s)
+        self._load.tell(timeout_s)
+        self._listen(timeout_s)
         self._take_commands()
         if self._prober is not None:
             self._say(self._prober.ended())
@@ -166,12 +171,7 @@ class TransferCore:
 
     def open_counts(self) -> dict[str, int]:
         """What is held now, for leak checks and metrics."""
-        return {
-            "sources": self._rendezvous.open_count(),
-            "landings": self._landings.open_count() + len(self._openings),
-            "posts": len(self._posts),
-            "peers": len(self._peers.by_key),
-        }
+        return {**self._load.counts(), "peers": len(self._peers.by_key)}
 
     def close(self) -> None:
         if self._prober is not None:
@@ -192,16 +192,15 @@ class TransferCore:
                 expect = (command.transfer_id, command.mode, command.fan_out, now, command.num_tokens)
                 self._run(self._rendezvous.expect(*expect))
             elif isinstance(command, cmd.Ready | cmd.Grown):
-                if command.moment is not None and not command.moment.query():
-                    self._waiting_moments.append(command)
-                else:
-                    self._computed(command)
+                self._waiting_moments.append(command)
+                self._take_computed()
             elif isinstance(command, cmd.Rewind):
                 self._rewind(command)
             elif isinstance(command, cmd.Abort):
                 self._abort(command)
             elif isinstance(command, cmd.Land):
-                self._story.note(command.transfer_id, "allocated", tokens=command.end_token - command.start_token)
+                taken = self.stats.allocated(command, self._layout.block_size)
+                self._story.note(command.transfer_id, "allocated", **taken)
                 due = now + self.config.connect_timeout_s
                 opening = self._openings[command.request] = _Opening(command, due)
                 self._advance(opening)
@@ -217,6 +216,16 @@ class TransferCore:
         self._run(self._rendezvous.abort(*how))
         if not self._rendezvous.is_open(command.transfer_id):
             self._requests.pop(command.transfer_id, None)
+
+    def _take_computed(self) -> None:
+        """What the device has got to; of one transfer in the order of its steps, as new moments may pass meanwhile."""
+        waiting, self._waiting_moments = self._waiting_moments, []
+        for one in waiting:
+            behind = any(earlier.transfer_id == one.transfer_id for earlier in self._waiting_moments)
+            if behind or (one.moment is not None and not one.moment.query()):
+                self._waiting_moments.append(one)
+            else:
+                self._computed(one)
 
     def _computed(self, command: cmd.Ready | cmd.Grown) -> None:
         if isinstance(command, cmd.Ready):
@@ -430,7 +439,7 @@ class TransferCore:
         worth = self.config.stream_chunk_bytes or meter.cost.least_bytes(meter.bytes_per_descriptor)
         least = int(worth / token_bytes)
         most = max(unit, int(self.config.stream_write_bytes / token_bytes) // unit * unit)
-        return Pace(unit, least, most)
+        return Pace(unit, least, most, token_bytes)
 
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
         """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
@@ -525,12 +534,14 @@ class TransferCore:
         where = doomed.destination
         if self._tells(where):
             self._endings[where.transfer_id] = (False, doomed.code, doomed.reason)
+            self.stats.doomed(where.request, doomed.code)
         log.warning("%s: %s: its blocks are kept until its writer is heard of", where.transfer_id, doomed.reason)
         self._on_result(cmd.Failing(where.request, where.transfer_id, doomed.code, doomed.reason))
 
     def _end(self, result: cmd.Sent | cmd.Received, *, remember: bool = True) -> None:
         if remember:
             self._endings[result.transfer_id] = (result.ok, result.code, result.reason)
+        self.stats.ended(result, counts=remember)
         while len(self._endings) > _REMEMBERED_ENDINGS:
             self._endings.popitem(last=False)
         if not result.ok:
@@ -542,16 +553,13 @@ class TransferCore:
                 result.code,
                 result.reason,
             )
+        self._load.tell()
         self._on_result(result)
 
     # -- fabric and time --------------------------------------------------------------------------------------------
 
     def _drive_fabric(self) -> None:
-        if self._waiting_moments:
-            passed = [one for one in self._waiting_moments if one.moment is None or one.moment.query()]
-            self._waiting_moments = [one for one in self._waiting_moments if one not in passed]
-            for command in passed:
-                self._computed(command)
+        self._take_computed()
         self._driven_at = self._clock()
         if not self.busy():
             return

@@ -14,12 +14,13 @@ from kvferry.protocol.stream import Span
 from kvferry.story import Story
 from kvferry.transfer.fabric import Fabric, Handle, Op
 from kvferry.transfer.peers import Identity, Peer
+from kvferry.transfer.stats import Recorder
 
 
 @dataclass
 class Post:
     """Copies for one registration, all or a part of it. `posted_at`: when the post began, `began_at`: its
-    plan, in the core's monotonic seconds."""
+    plan, in the core's monotonic seconds. `post_s`: how long the call took."""
 
     op: Op
     peer: str
@@ -29,6 +30,7 @@ class Post:
     descriptors: int
     posted_at: float
     began_at: float
+    post_s: float = 0.0
 
 
 class Posts:
@@ -42,9 +44,10 @@ class Posts:
         story: Story,
         clock: Callable[[], float],
         limit_s: float,
+        stats: Recorder,
     ) -> None:
         self._identity, self._layout, self._fabric = identity, layout, fabric
-        self._story, self._clock, self._limit_s = story, clock, limit_s
+        self._story, self._clock, self._limit_s, self._stats = story, clock, limit_s, stats
         self._open: list[Post] = []
         self.meter = CostMeter()
 
@@ -81,6 +84,7 @@ class Posts:
         self._open.append(post)
         local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
         post.handle = self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device)
+        post.post_s = self._clock() - planned
         self._story.note(
             register.transfer_id,
             "posted",
@@ -88,7 +92,7 @@ class Posts:
             descriptors=made.descriptors,
             nbytes=made.total_bytes,
             plan_ms=round((planned - started) * 1e3, 3),
-            post_ms=round((self._clock() - planned) * 1e3, 3),
+            post_ms=round(post.post_s * 1e3, 3),
         )
         return True
 
@@ -107,9 +111,16 @@ class Posts:
                 self._fabric.release(post.handle)
                 self._open.remove(post)
                 self.meter.add(post.descriptors, post.nbytes, self._clock() - post.began_at)
-                wire_ms = round((self._clock() - post.posted_at) * 1e3, 3)
+                wire_s = self._clock() - post.posted_at
                 event = "written" if post.op == "WRITE" else "read"
-                self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=wire_ms)
+                self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=round(wire_s * 1e3, 3))
+                self._stats.moved(
+                    plan_s=post.posted_at - post.began_at,
+                    post_s=post.post_s,
+                    wire_s=wire_s,
+                    nbytes=post.nbytes,
+                    descriptors=post.descriptors,
+                )
                 yield post, "", ""
             elif self._clock() - post.posted_at > self._limit_s:
                 yield post, "transfer_timeout", f"a {post.op} took more than {self._limit_s:g} s"
@@ -118,6 +129,7 @@ class Posts:
         """Forget everything posted to this peer; what was forgotten."""
         lost = [post for post in self._open if post.peer == peer]
         self._open = [post for post in self._open if post.peer != peer]
+        self._stats.failed(len(lost))
         for post in lost:
             if post.handle is not None:
                 self._fabric.release(post.handle)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from kvferry.errors import KVFerryError
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.core import TransferCore
+from kvferry.transfer.stats import TransferStats
 
 log = logging.getLogger("kvferry.transfer")
 
@@ -45,6 +46,10 @@ class TransferThread:
     def pieces(self, nbytes: float, most: int) -> int:
         """Into how many pieces so much KV of one step should be cut."""
         return self._core.pieces(nbytes, most)
+
+    def stats(self) -> TransferStats | None:
+        """What happened since the last call, if anything."""
+        return self._core.stats.take()
 
     def pending(self) -> bool:
         """Whether `results` has something to say."""
@@ -125,6 +130,10 @@ class InlineTransfers:
 
     def pieces(self, nbytes: float, most: int) -> int:
         return 1  # all posting is done between steps
+
+    def stats(self) -> TransferStats | None:
+        """As `TransferThread.stats`."""
+        return self._core.stats.take()
 
     def pending(self) -> bool:
         """Always: only `results` makes progress."""

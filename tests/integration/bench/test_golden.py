@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,25 @@ LOADS = [
 ]
 
 
+def one_of_three(check: Callable[[Path], None], tmp_path: Path) -> None:
+    """What else runs on the machine for a moment moves a p99 by more than 1%, in one run. Wrong arithmetic is wrong in
+    every run.
+    """
+    for number in (1, 2, 3):
+        try:
+            return check(tmp_path / str(number))
+        except AssertionError:
+            if number == 3:
+                raise
+
+
 @pytest.mark.parametrize("load", LOADS)
 def test_the_whole_path_is_right_to_one_percent(load: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue("model" if load == "builtin" else "tokenizer")
+    one_of_three(lambda at: check_the_whole_path(load, folder, at), tmp_path)
+
+
+def check_the_whole_path(load: str, folder: Path, tmp_path: Path) -> None:
     counts = folder if load != "builtin" else None
     with Golden(first_ms=FIRST_MS, gaps_ms=GAPS_MS, tokenizer=counts) as server:
         done = sweep(server, folder, tmp_path, "--load", load, "--qps", "4", "--num", "30")
@@ -116,8 +133,13 @@ def test_the_whole_path_is_right_to_one_percent(load: str, tmp_path: Path, reque
     assert sorted(path.name for path in file.parent.iterdir()) == [file.name, log.name]
 
 
+@pytest.mark.timeout(500)
 def test_goodput_of_a_sweep_and_of_a_search(tmp_path: Path, model: Path) -> None:
     """One prompt after the other, 50 ms each, evenly sent: 20 requests/s are the limit, above it the queue grows."""
+    one_of_three(lambda at: check_goodput(model, at), tmp_path)
+
+
+def check_goodput(model: Path, tmp_path: Path) -> None:
     with Golden(first_ms=(50.0,), gaps_ms=(5.0,), queue=True) as server:
         done = bench(
             *(
@@ -133,7 +155,20 @@ def test_goodput_of_a_sweep_and_of_a_search(tmp_path: Path, model: Path) -> None
                 "--itl",
                 "6",
             ),
-            *("--input-len", "20", "--output-len", "6", "--start", "12", "--seconds", "1", "--arrival", "constant"),
+            *(
+                "--input-len",
+                "20",
+                "--output-len",
+                "6",
+                "--start",
+                "12",
+                "--floor",
+                "9",
+                "--seconds",
+                "1",
+                "--arrival",
+                "constant",
+            ),
             *("--json", tmp_path / "goodput.json"),
         )
         record = server.record()
@@ -157,7 +192,7 @@ def test_goodput_of_a_sweep_and_of_a_search(tmp_path: Path, model: Path) -> None
             assert probe["goodput_rps"] == pytest.approx(sum(within) / took, rel=0.01)
         else:  # a queue that grows crosses the objective slowly: a millisecond on the way is worth a few requests
             assert probe["share_within"] == pytest.approx(share, abs=0.06)
-    best = next(probe for probe in result["probes"] if probe["qps"] == result["rate"])
+    best = next(probe for probe in result["probes"] if probe["qps"] == result["rate"] and probe["holds"])
     assert best["share_within"] >= 0.99
     assert result["goodput_rps"] == best["goodput_rps"]
     assert "colocated" in done.stdout
@@ -204,10 +239,13 @@ def test_bytes_that_moved_by_the_stories(wrong: str, tmp_path: Path, model: Path
     name = f"push_qps10_in{LENGTH}_out{TOKENS}_iter1"
     if not wrong:
         assert done.returncode == 0, done.stderr
-        transfer = json.loads((tmp_path / "results" / f"{name}.json").read_text())["kvferry"]["transfer"]
+        ours = json.loads((tmp_path / "results" / f"{name}.json").read_text())["kvferry"]
+        transfer = ours["transfer"]
         assert transfer["moved_bytes"] == transfer["expected_bytes"] == 5 * 4 * 16 * 64
         assert transfer["exposed_ms"]["p50"] == pytest.approx(2.0, abs=0.01)
         assert transfer["descriptors"]["mean"] == 4
+        assert {line["transfer_id"] for line in ours["story"]} < set(ours["transfer_ids"])
+        assert [line["event"] for line in ours["story"]].count("posted") == 1
         return
     assert done.returncode == 1
     reasons = json.loads((tmp_path / "results" / f"{name}.void.json").read_text())["reasons"]
@@ -226,6 +264,18 @@ def test_a_failing_warm_up_is_void(tmp_path: Path, model: Path) -> None:
         done = sweep(server, model, tmp_path, "--load", "builtin", "--qps", "10", "--num", "3")
     assert done.returncode == 1
     assert "warm-up requests failed" in done.stderr
+
+
+def test_a_folder_of_another_sweep_is_refused_before_anything_is_sent(tmp_path: Path, model: Path) -> None:
+    with Golden(first_ms=(20.0,), gaps_ms=(5.0,)) as server:
+        common = ("--load", "builtin", "--num", "4", "--qps")
+        assert sweep(server, model, tmp_path, *common, "10").returncode == 0
+        asked = len(server.record())
+        other = sweep(server, model, tmp_path, *common, "20", "--seed", "5")
+        assert len(server.record()) == asked
+    assert other.returncode == 1
+    assert "was made with seed 0, this run has 5" in other.stderr
+    assert other.stderr.count("\n") == 1
 
 
 def test_what_is_there_is_kept_and_other_settings_are_refused(tmp_path: Path, model: Path) -> None:

@@ -15,7 +15,17 @@ import zmq.asyncio
 from aiohttp import web
 
 from kvferry.protocol import codec
-from kvferry.protocol.messages import Abandon, Abandoned, Describe, Description, Verdict, Why
+from kvferry.protocol.messages import (
+    Abandon,
+    Abandoned,
+    Describe,
+    Description,
+    Reached,
+    Refuse,
+    Verdict,
+    Watch,
+    Why,
+)
 from kvferry.router.config import RouterConfig
 from kvferry.router.main import Running
 from kvferry.router.spec import EngineSpec, parse_spec
@@ -124,7 +134,8 @@ class Engine:
 
 
 class SideChannel:
-    """Answers Describe, Abandon and Why as an engine's first rank would."""
+    """Answers Describe, Abandon and Why as an engine's first rank would. A `Watch` is kept until `reach` answers it, or
+    is refused."""
 
     def __init__(self, role: str, host: str) -> None:
         self.port = 0
@@ -132,9 +143,12 @@ class SideChannel:
         self.role = "producer" if role == "prefill" else "consumer"
         self.engine_id = f"{role}-engine"
         self.tp_size = 1
+        self.load: dict[str, int] = {}
         self.verdict: tuple[str, str, str] = ("unknown", "", "")
         self.abandoned: dict[str, tuple[float, str]] = {}
         self.asked_why: list[str] = []
+        self.watched: dict[str, tuple[bytes, int]] = {}
+        self.refuses_watch = False
         self._news = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
 
@@ -161,7 +175,24 @@ class SideChannel:
     async def _serve(self) -> None:
         while True:
             peer, raw = await self._socket.recv_multipart()
-            await self._socket.send_multipart([peer, codec.encode(await self._answer(codec.decode(raw)))])
+            question = codec.decode(raw)
+            if not isinstance(question, Watch) or self.refuses_watch:
+                await self._socket.send_multipart([peer, codec.encode(await self._answer(question))])
+            if isinstance(question, Watch):
+                async with self._news:
+                    self.watched[question.transfer_id] = (peer, question.percent)
+                    self._news.notify_all()
+
+    async def watch_of(self, transfer_id: str) -> int:
+        """The percentage that the router waits for, once it has said so."""
+        async with asyncio.timeout(SOON), self._news:
+            await self._news.wait_for(lambda: transfer_id in self.watched)
+        return self.watched[transfer_id][1]
+
+    async def reach(self, transfer_id: str, *, ended: bool = False) -> None:
+        """Answer its `Watch`."""
+        reached = Reached(transfer_id=transfer_id, tokens=0 if ended else 50, of=100, ended=ended)
+        await self._socket.send_multipart([self.watched[transfer_id][0], codec.encode(reached)])
 
     async def _answer(self, question: Any) -> Any:
         if isinstance(question, Describe):
@@ -174,12 +205,15 @@ class SideChannel:
                 mode="push",
                 block_size=16,
                 version="0",
+                **self.load,
             )
         if isinstance(question, Abandon):
             async with self._news:
                 self.abandoned[question.transfer_id] = (time.monotonic(), question.reason)
                 self._news.notify_all()
             return Abandoned(transfer_id=question.transfer_id, known=True)
+        if isinstance(question, Watch):
+            return Refuse(code="unknown_question", reason="what is a Watch?")
         assert isinstance(question, Why)
         self.asked_why.append(question.transfer_id)
         state, code, reason = self.verdict

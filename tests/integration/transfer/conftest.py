@@ -15,6 +15,6 @@ def house():
     assert made.world.fabrics == {} and made.network.links == [] and made.network.listening == {}
 
 
-@pytest.fixture(params=["push", "pull"])
+@pytest.fixture(params=["push", "pull", "stream"])
 def mode(request):
     return request.param

@@ -6,11 +6,14 @@ import asyncio
 
 import numpy as np
 import pytest
-from transfer_house import BLOCK, BLOCKS, DP, PP, expect, land, pair, randomise, ready, same
+import zmq
+from transfer_house import BLOCK, BLOCKS, DP, PP, Flag, expect, land, pair, randomise, ready, same
 
+from kvferry.errors import PeerUnreachable
 from kvferry.protocol import codec
 from kvferry.protocol import messages as wire
 from kvferry.transfer import commands as cmd
+from kvferry.transfer.inquiry import why
 from kvferry.transfer.peers import Stage
 
 
@@ -63,14 +66,6 @@ def test_many_at_once(house, mode):
     assert [r.ok for r in p.results + d.results] == [True] * 10
     assert same(p, d, range(5), range(15, 10, -1))
     house.settled()
-
-
-class Flag:
-    def __init__(self):
-        self.passed = False
-
-    def query(self):
-        return self.passed
 
 
 def test_nothing_is_sent_before_the_devices_moment(house):
@@ -223,25 +218,31 @@ def test_c56_clocks_that_differ_by_hours(house):
     house.settled()
 
 
-def test_inquiry_ignores_probes():
-    import zmq
-
-    from kvferry.transfer.inquiry import why
-
-    async def talk():
-        with zmq.Context() as context:
-            router = context.socket(zmq.ROUTER)
-            router.linger = 0
-            port = router.bind_to_random_port("tcp://127.0.0.1")
-            asking = asyncio.create_task(why("127.0.0.1", port, "t"))
-            while not router.poll(0):
-                await asyncio.sleep(0.001)
-            identity, _ = router.recv_multipart()
-            answer = codec.encode(wire.Verdict(transfer_id="t", state="ok", code="", reason=""))
-            router.send_multipart([identity, b""])
+async def ask_why(answers):
+    """What `inquiry.why` makes of these answers."""
+    with zmq.Context() as context:
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        asking = asyncio.create_task(why("127.0.0.1", port, "t"))
+        while not router.poll(0):
+            await asyncio.sleep(0.001)
+        identity, _ = router.recv_multipart()
+        for answer in answers:
             router.send_multipart([identity, answer])
-            verdict = await asking
+        try:
+            return await asking
+        finally:
             router.close()
-            return verdict
 
-    assert asyncio.run(talk()).state == "ok"
+
+def test_inquiry_ignores_probes():
+    answer = codec.encode(wire.Verdict(transfer_id="t", state="ok", code="", reason=""))
+    assert asyncio.run(ask_why([b"", answer])).state == "ok"
+
+
+def test_inquiry_of_another_version_says_so():
+    older = bytearray(codec.encode(wire.Refuse(code="wire_error", reason="what?")))
+    older[2] = 1
+    with pytest.raises(PeerUnreachable, match=r"wire version 1, expected .*: run the same version on both sides"):
+        asyncio.run(ask_why([bytes(older)]))

@@ -1,0 +1,305 @@
+"""One side of `kvferry bench transfer`, a process of its own: `python -m kvferry.bench.transfer_side FD`.
+
+It has KV memory, a NIXL agent, a side channel on loopback and the connector's core in its transfer thread, as an engine
+has, but no engine: its main thread stands for the engine's. It answers the calls that come over the pipe whose file
+descriptor it inherited, one at a time, and ends when the pipe closes, or with the process that started it.
+
+Threads: the main thread hands commands over and sleeps until results come, as `connector/worker_side.py` does. For raw
+copies (floor and naive) it uses the agent itself; it waits until the core is at rest first, which then touches the
+agent no more until the next command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.bench.transfer_records import LIMIT_S, Card, Handled, Posted, Raw, Setup
+from kvferry.config import connector_config
+from kvferry.errors import ConfigError, KVFerryError, TransferTimeout
+from kvferry.ids import EngineId, TransferId
+from kvferry.protocol.layout import HeadShare
+from kvferry.protocol.messages import Layout, Plane
+from kvferry.protocol.plan import Plan, naive
+from kvferry.story import Story
+from kvferry.transfer import commands as cmd
+from kvferry.transfer.audit import block_digests
+from kvferry.transfer.channel import ZmqChannel
+from kvferry.transfer.core import TransferCore
+from kvferry.transfer.fabric import Op, PeerName
+from kvferry.transfer.nixl import NixlFabric
+from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+from kvferry.transfer.thread import TransferThread
+
+LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+
+
+class Events(Story):
+    """A story that stays in memory, with the monotonic time of each event."""
+
+    def __init__(self, side: str) -> None:
+        super().__init__(None, side)
+        self._lines: list[tuple[float, str, str, dict[str, Any]]] = []
+
+    def note(self, transfer_id: TransferId | str, event: str, *, t: float | None = None, **facts: Any) -> None:
+        self._lines.append((time.monotonic(), transfer_id, event, facts))
+
+    def has(self, transfer_id: str, event: str) -> bool:
+        return any((who, what) == (transfer_id, event) for _, who, what, _ in list(self._lines))
+
+    def posts(self, transfer_id: str) -> list[Posted]:
+        """In the order of posting; one agent's copies to one peer complete in any order, so ends are paired by size
+        and time."""
+        mine = [(t, what, facts) for t, who, what, facts in self._lines if who == transfer_id]
+        ends = [(t, facts) for t, what, facts in mine if what in ("written", "read")]
+        out = []
+        for t, what, facts in mine:
+            if what != "posted":
+                continue
+            began = t - facts["post_ms"] / 1e3
+            end = min(ends, key=lambda one: abs(one[0] - one[1]["wire_ms"] / 1e3 - began))
+            ends.remove(end)
+            plan_s, post_s = facts["plan_ms"] / 1e3, facts["post_ms"] / 1e3
+            out.append(Posted(facts["descriptors"], facts["nbytes"], plan_s, post_s, began, end[0]))
+        return out
+
+    def clear(self) -> None:
+        self._lines.clear()
+
+
+class Side:
+    """See the module. Raises `KVFerryError`: no NIXL, memory that can't be registered."""
+
+    def __init__(self, setup: Setup, pipe: Connection[Any, Any]) -> None:
+        shape, self._role, self._pipe = setup.shape, setup.role, pipe
+        outer = (shape.layers, setup.num_blocks)
+        outer = outer if setup.layout == "LBHNC" else outer[::-1]
+        self._memory = np.empty((*outer, shape.heads, shape.block_size, shape.cell_bytes), dtype=np.uint8)
+        self._memory.fill(0)  # touches every page: no transfer shall pay for that
+        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        self._layout = _layout(self._memory, setup)
+        self._fabric = NixlFabric(f"bench-{setup.role}")
+        scratch = int(self._scratch.ctypes.data)
+        regions = [(self._base, self._memory.nbytes), (scratch, SCRATCH_BYTES)]
+        self._fabric.register(regions, "cpu")
+        self._events = Events(setup.role)
+        self._hooks_s = 0.0
+        channel = ZmqChannel(LOOPBACK, 0)
+        settings = {"side_channel_port": channel.port, "peers": setup.peers, "connect_timeout_s": LIMIT_S / 4}
+        config = connector_config(settings, {})
+        identity = Identity(EngineId(f"bench-{setup.role}"), 0, 1, setup.role)
+
+        def make_core(deliver: Callable[[cmd.Result], None]) -> TransferCore:
+            made = TransferCore(identity, config, self._fabric, channel, self._layout, scratch, self._events, deliver)
+            self._core = made
+            return made
+
+        self._transfers = TransferThread(make_core)
+        self.card = Card(channel.port, self._fabric.metadata(), self._layout)
+        self._peer: PeerName = ""
+        self._theirs = self.card
+
+    @property
+    def _base(self) -> int:
+        return int(self._memory.ctypes.data)
+
+    def meet(self, other: Card) -> None:
+        """Before raw copies to or from the other side."""
+        self._theirs, self._peer = other, self._fabric.add_peer(other.agent)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def fill(self, seed: int) -> None:
+        """Random bytes everywhere."""
+        flat = self._memory.reshape(-1)
+        random = np.random.default_rng(seed)
+        for first in range(0, flat.size, 1 << 26):
+            part = flat[first : first + (1 << 26)]
+            part[:] = np.frombuffer(random.bytes(part.size), dtype=np.uint8)
+
+    def wipe(self) -> None:
+        self._memory.fill(0)
+
+    def digests(self, block_ids: Sequence[int]) -> list[str]:
+        return block_digests(self._layout, block_ids)
+
+    def digest_of_first(self, nbytes: int) -> str:
+        return hashlib.sha256(self._memory.reshape(-1)[:nbytes].data).hexdigest()
+
+    # -- ours -------------------------------------------------------------------------------------------------------
+
+    def expect(self, command: cmd.Expect) -> None:
+        """P: the engine takes the request in."""
+        self._hooks_s = 0.0
+        self._events.clear()
+        self._submit(command)
+
+    def registered(self, transfer_id: TransferId) -> None:
+        """P: return when D's registration is here."""
+        _wait_for(lambda: self._events.has(transfer_id, "held"), f"no registration for {transfer_id}")
+
+    def prefill(self, steps: Sequence[tuple[float, cmd.Grown | cmd.Ready]]) -> Handled:
+        """P: hand over each command so many seconds from now; the last one is the `Ready`. Returns with its `Sent`."""
+        began = time.monotonic()
+        handed = []
+        for after, command in steps:
+            time.sleep(max(0.0, began + after - time.monotonic()))
+            handed.append(time.monotonic())
+            self._submit(command)
+        after, ready = steps[-1]
+        late_s = handed[-1] - began - after
+        return self._handled(ready.transfer_id, first=handed[0], ready=handed[-1], late_s=late_s)
+
+    def land(self, command: cmd.Land) -> Handled:
+        """D: register, and return with the `Received`."""
+        self._hooks_s = 0.0
+        self._events.clear()
+        self._submit(command)
+        return self._handled(command.transfer_id)
+
+    def _submit(self, command: cmd.Command) -> None:
+        started = time.perf_counter()
+        self._transfers.submit(command)
+        self._hooks_s += time.perf_counter() - started
+
+    def _handled(self, transfer_id: TransferId, **times: float) -> Handled:
+        until = time.monotonic() + LIMIT_S
+        while (left := until - time.monotonic()) > 0:
+            self._transfers.wait(left)
+            started = time.perf_counter()
+            results = self._transfers.results()
+            self._hooks_s += time.perf_counter() - started
+            end = time.monotonic()
+            for one in results:
+                if isinstance(one, cmd.Sent | cmd.Received) and one.transfer_id == transfer_id:
+                    posts = self._events.posts(transfer_id) if one.ok else []
+                    return Handled(one.ok, one.code, one.reason, self._hooks_s, end, posts=posts, **times)
+        raise TransferTimeout(f"{self._role}: transfer {transfer_id} has not ended after {LIMIT_S:g} s")
+
+    # -- raw copies -------------------------------------------------------------------------------------------------
+
+    def floor(self, nbytes: int, from_: int = 0, to: int = 0) -> Raw:
+        """P: one WRITE of so many bytes in one piece. `from_`, `to`: where, from the beginning of the memories on."""
+        theirs = self._theirs.layout.planes[0].base + to
+        one = [np.array([value], dtype=np.uint64) for value in (self._base + from_, theirs, nbytes)]
+        return self._copy("WRITE", lambda: Plan(*one))
+
+    def naive(self, op: Op, p_blocks: Sequence[int], d_blocks: Sequence[int], tokens: int) -> Raw:
+        """One descriptor per block, head and layer, planned, posted and polled here. P writes, or D reads."""
+        src, dst = self._layout, self._theirs.layout
+        if op == "READ":
+            src, dst = dst, src
+        share = HeadShare(p_rank=0, src_head_start=0, dst_head_start=0, count=src.heads)
+        return self._copy(op, lambda: naive(src, dst, share, p_blocks, d_blocks, 0, tokens))
+
+    def _copy(self, op: Op, plan: Callable[[], Plan]) -> Raw:
+        self.rest()
+        began = time.perf_counter()
+        made = plan()
+        planned = time.perf_counter()
+        local, remote = (made.src, made.dst) if op == "WRITE" else (made.dst, made.src)
+        handle = self._fabric.post(op, self._peer, local, remote, made.nbytes, "cpu")
+        posted = time.perf_counter()
+        try:
+            while not self._fabric.check(handle):
+                if time.perf_counter() - posted > LIMIT_S:
+                    raise TransferTimeout(f"a {op} of {made.total_bytes} bytes was not done after {LIMIT_S:g} s")
+                os.sched_yield()
+            done = time.perf_counter()
+        finally:
+            self._fabric.release(handle)
+        return Raw(op, made.descriptors, made.total_bytes, planned - began, posted - planned, done - began)
+
+    def drive(self) -> None:
+        """Drive the agent for the other side's copies until the next call comes."""
+        self.rest()
+        while not self._pipe.poll(0):
+            self._fabric.progress()
+
+    def rest(self) -> None:
+        """Return when the core leaves the agent alone, as it does without a transfer."""
+        _wait_for(lambda: not self._core.busy(), f"{self._role}: the transfer thread did not come to rest")
+
+    def close(self) -> None:
+        self._transfers.close()
+
+
+def _layout(memory: np.ndarray[Any, Any], setup: Setup) -> Layout:
+    """Heads outside of tokens, as in all of vLLM's connector layouts."""
+    layer, block, head, token, _ = memory.strides
+    if setup.layout == "BLHNC":
+        layer, block = block, layer
+    base = int(memory.ctypes.data)
+    planes = tuple(
+        Plane(base=base + index * layer, block_stride=block, head_stride=head, token_bytes=token)
+        for index in range(setup.shape.layers)
+    )
+    return Layout(
+        planes=planes,
+        num_blocks=setup.num_blocks,
+        block_size=setup.shape.block_size,
+        heads=setup.shape.heads,
+        total_heads=setup.shape.heads,
+        divisible=True,
+        device="cpu",
+        fingerprint={"model": "bench"},
+    )
+
+
+def _wait_for(there: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not there():
+        if time.monotonic() > until:
+            raise TransferTimeout(f"{what} within {LIMIT_S:g} s")
+        time.sleep(0.001)
+
+
+def serve(pipe: Connection[Any, Any]) -> None:
+    """Calls are (name, arguments); answers ('ok', value) or ('error', text, hint). `drive` is answered at its start."""
+    setup: Setup = pipe.recv()
+    side = None
+    try:
+        side = Side(setup, pipe)
+        pipe.send(("ok", side.card))
+        while True:
+            name, arguments = pipe.recv()
+            if name == "drive":
+                pipe.send(("ok", None))
+                side.drive()
+            else:
+                pipe.send(("ok", getattr(side, name)(*arguments)))
+            if name == "close":
+                return
+    except KVFerryError as error:
+        pipe.send(("error", error.message, error.hint))
+    except MemoryError:
+        pipe.send(("error", f"no memory for {setup.num_blocks} blocks of {setup.shape.block_bytes} bytes", ""))
+    except (EOFError, OSError):
+        pass  # who started us is gone, or wants us gone
+    finally:
+        if side is not None:
+            side.close()
+
+
+def main(fd: int, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise ConfigError("the process that wanted this side is gone")
+    logging.getLogger("kvferry.transfer").setLevel(logging.ERROR)  # the results tell how each transfer ended
+    with Connection(fd) as pipe:
+        serve(pipe)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
