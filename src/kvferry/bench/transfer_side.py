@@ -12,7 +12,6 @@ agent no more until the next command.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import signal
@@ -24,16 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.bench.transfer_records import LIMIT_S, Card, Handled, Posted, Raw, Setup
+from kvferry.bench.transfer_events import Events
+from kvferry.bench.transfer_memory import KvMemory
+from kvferry.bench.transfer_records import LIMIT_S, Card, Handled, Raw, Setup
 from kvferry.config import connector_config
-from kvferry.errors import ConfigError, KVFerryError, TransferTimeout
+from kvferry.errors import KVFerryError, TransferTimeout
 from kvferry.ids import EngineId, TransferId
+from kvferry.launch.ports import LOOPBACK
 from kvferry.protocol.layout import HeadShare
-from kvferry.protocol.messages import Layout, Plane
 from kvferry.protocol.plan import Plan, naive
-from kvferry.story import Story
 from kvferry.transfer import commands as cmd
-from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import ZmqChannel
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.fabric import Op, PeerName
@@ -41,58 +40,21 @@ from kvferry.transfer.nixl import NixlFabric
 from kvferry.transfer.peers import SCRATCH_BYTES, Identity
 from kvferry.transfer.thread import TransferThread
 
-LOOPBACK = "127.0.0.1"
+MEMORY_CALLS = ("fill", "wipe", "digests", "digest_of_first")
 _PR_SET_PDEATHSIG = 1
-
-
-class Events(Story):
-    """A story that stays in memory, with the monotonic time of each event."""
-
-    def __init__(self, side: str) -> None:
-        super().__init__(None, side)
-        self._lines: list[tuple[float, str, str, dict[str, Any]]] = []
-
-    def note(self, transfer_id: TransferId | str, event: str, *, t: float | None = None, **facts: Any) -> None:
-        self._lines.append((time.monotonic(), transfer_id, event, facts))
-
-    def has(self, transfer_id: str, event: str) -> bool:
-        return any((who, what) == (transfer_id, event) for _, who, what, _ in list(self._lines))
-
-    def posts(self, transfer_id: str) -> list[Posted]:
-        """In the order of posting; one agent's copies to one peer complete in any order, so ends are paired by size
-        and time."""
-        mine = [(t, what, facts) for t, who, what, facts in self._lines if who == transfer_id]
-        ends = [(t, facts) for t, what, facts in mine if what in ("written", "read")]
-        out = []
-        for t, what, facts in mine:
-            if what != "posted":
-                continue
-            began = t - facts["post_ms"] / 1e3
-            end = min(ends, key=lambda one: abs(one[0] - one[1]["wire_ms"] / 1e3 - began))
-            ends.remove(end)
-            plan_s, post_s = facts["plan_ms"] / 1e3, facts["post_ms"] / 1e3
-            out.append(Posted(facts["descriptors"], facts["nbytes"], plan_s, post_s, began, end[0]))
-        return out
-
-    def clear(self) -> None:
-        self._lines.clear()
 
 
 class Side:
     """See the module. Raises `KVFerryError`: no NIXL, memory that can't be registered."""
 
     def __init__(self, setup: Setup, pipe: Connection[Any, Any]) -> None:
-        shape, self._role, self._pipe = setup.shape, setup.role, pipe
-        outer = (shape.layers, setup.num_blocks)
-        outer = outer if setup.layout == "LBHNC" else outer[::-1]
-        self._memory = np.empty((*outer, shape.heads, shape.block_size, shape.cell_bytes), dtype=np.uint8)
-        self._memory.fill(0)  # touches every page: no transfer shall pay for that
+        self._role, self._pipe = setup.role, pipe
+        self.memory = KvMemory(setup.shape, setup.layout, setup.num_blocks)
+        self._layout = self.memory.layout
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._layout = _layout(self._memory, setup)
         self._fabric = NixlFabric(f"bench-{setup.role}")
         scratch = int(self._scratch.ctypes.data)
-        regions = [(self._base, self._memory.nbytes), (scratch, SCRATCH_BYTES)]
-        self._fabric.register(regions, "cpu")
+        self._fabric.register([(self.memory.base, self.memory.nbytes), (scratch, SCRATCH_BYTES)], "cpu")
         self._events = Events(setup.role)
         self._hooks_s = 0.0
         channel = ZmqChannel(LOOPBACK, 0)
@@ -110,32 +72,9 @@ class Side:
         self._peer: PeerName = ""
         self._theirs = self.card
 
-    @property
-    def _base(self) -> int:
-        return int(self._memory.ctypes.data)
-
     def meet(self, other: Card) -> None:
         """Before raw copies to or from the other side."""
         self._theirs, self._peer = other, self._fabric.add_peer(other.agent)
-
-    # -- memory -----------------------------------------------------------------------------------------------------
-
-    def fill(self, seed: int) -> None:
-        """Random bytes everywhere."""
-        flat = self._memory.reshape(-1)
-        random = np.random.default_rng(seed)
-        for first in range(0, flat.size, 1 << 26):
-            part = flat[first : first + (1 << 26)]
-            part[:] = np.frombuffer(random.bytes(part.size), dtype=np.uint8)
-
-    def wipe(self) -> None:
-        self._memory.fill(0)
-
-    def digests(self, block_ids: Sequence[int]) -> list[str]:
-        return block_digests(self._layout, block_ids)
-
-    def digest_of_first(self, nbytes: int) -> str:
-        return hashlib.sha256(self._memory.reshape(-1)[:nbytes].data).hexdigest()
 
     # -- ours -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +131,7 @@ class Side:
     def floor(self, nbytes: int, from_: int = 0, to: int = 0) -> Raw:
         """P: one WRITE of so many bytes in one piece. `from_`, `to`: where, from the beginning of the memories on."""
         theirs = self._theirs.layout.planes[0].base + to
-        one = [np.array([value], dtype=np.uint64) for value in (self._base + from_, theirs, nbytes)]
+        one = [np.array([value], dtype=np.uint64) for value in (self.memory.base + from_, theirs, nbytes)]
         return self._copy("WRITE", lambda: Plan(*one))
 
     def naive(self, op: Op, p_blocks: Sequence[int], d_blocks: Sequence[int], tokens: int) -> Raw:
@@ -235,28 +174,6 @@ class Side:
         self._transfers.close()
 
 
-def _layout(memory: np.ndarray[Any, Any], setup: Setup) -> Layout:
-    """Heads outside of tokens, as in all of vLLM's connector layouts."""
-    layer, block, head, token, _ = memory.strides
-    if setup.layout == "BLHNC":
-        layer, block = block, layer
-    base = int(memory.ctypes.data)
-    planes = tuple(
-        Plane(base=base + index * layer, block_stride=block, head_stride=head, token_bytes=token)
-        for index in range(setup.shape.layers)
-    )
-    return Layout(
-        planes=planes,
-        num_blocks=setup.num_blocks,
-        block_size=setup.shape.block_size,
-        heads=setup.shape.heads,
-        total_heads=setup.shape.heads,
-        divisible=True,
-        device="cpu",
-        fingerprint={"model": "bench"},
-    )
-
-
 def _wait_for(there: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + LIMIT_S
     while not there():
@@ -267,9 +184,9 @@ def _wait_for(there: Callable[[], bool], what: str) -> None:
 
 def serve(pipe: Connection[Any, Any]) -> None:
     """Calls are (name, arguments); answers ('ok', value) or ('error', text, hint). `drive` is answered at its start."""
-    setup: Setup = pipe.recv()
     side = None
     try:
+        setup: Setup = pipe.recv()
         side = Side(setup, pipe)
         pipe.send(("ok", side.card))
         while True:
@@ -278,7 +195,8 @@ def serve(pipe: Connection[Any, Any]) -> None:
                 pipe.send(("ok", None))
                 side.drive()
             else:
-                pipe.send(("ok", getattr(side, name)(*arguments)))
+                owner = side.memory if name in MEMORY_CALLS else side
+                pipe.send(("ok", getattr(owner, name)(*arguments)))
             if name == "close":
                 return
     except KVFerryError as error:
@@ -295,7 +213,7 @@ def serve(pipe: Connection[Any, Any]) -> None:
 def main(fd: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        raise ConfigError("the process that wanted this side is gone")
+        return  # it has gone already
     logging.getLogger("kvferry.transfer").setLevel(logging.ERROR)  # the results tell how each transfer ended
     with Connection(fd) as pipe:
         serve(pipe)

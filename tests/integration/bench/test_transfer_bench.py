@@ -74,7 +74,7 @@ def assert_spread(told: dict[str, float], truth: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [("--mode", "push"), ("--mode", "pull"), ("--mode", "stream", "--chunks", "5", "--prefill-ms", "40")],
+    [("--mode", "push"), ("--mode", "pull"), ("--mode", "stream", "--chunks", "5")],
     ids=lambda more: more[1],
 )
 def test_every_mode_tells_all_figures(tmp_path: Path, more: tuple[str, ...]) -> None:
@@ -112,10 +112,11 @@ def test_every_mode_tells_all_figures(tmp_path: Path, more: tuple[str, ...]) -> 
     assert facts["environment"]["ucx"]["UCX_TLS"] and facts["environment"]["nixl"]
     assert facts["arguments"]["seed"] == 0 and facts["arguments"]["shape"]["layers"] == 16
     if streams:
-        # The first of five parts leaves after 8 of 40 ms.
-        assert all(one["posts"] > 1 and one["landed_ms"] > 32 + one["exposed_ms"] - 1 for one in ours)
+        prefill_ms = facts["arguments"]["prefill_ms"]
+        assert facts["arguments"]["prefill_of_push"] == 1.5 and prefill_ms > 0
+        # The first of five parts is there after a fifth of prefill; handing it over may be late on a busy machine.
+        assert all(one["landed_ms"] - one["exposed_ms"] > 0.4 * prefill_ms for one in ours)
         assert facts["push"]["landed_ms"]["min"] > 0 and facts["ratios"]["exposed_to_push"] > 0
-        assert facts["arguments"]["prefill_ms"] == 40
     else:
         assert all(one["posts"] == 1 and one["landed_ms"] == one["exposed_ms"] for one in ours)
         assert "push" not in facts
@@ -124,14 +125,16 @@ def test_every_mode_tells_all_figures(tmp_path: Path, more: tuple[str, ...]) -> 
     assert f"{facts['landed_ms']['median']:.2f}" in done.stdout
 
 
-def test_layers_leave_within_a_step_and_prefill_lasts_as_long_as_stated(tmp_path: Path) -> None:
+def test_layers_leave_within_a_step(tmp_path: Path) -> None:
     where = tmp_path / "out.json"
     shape = ("--shape", "8x1x64x16", "--tokens", "8000", "--mode", "stream", "--chunks", "1", "--layer-groups", "4")
-    done = bench(*shape, "--runs", "2", "--json", where)
+    done = bench(*shape, "--prefill-ms", "200", "--runs", "2", "--json", where)
     assert done.returncode == 0, done.stderr
     facts = json.loads(where.read_text())
     assert facts["posts"] > 1 and facts["bytes"] == 500 * 8 * 16 * 256
-    assert facts["arguments"]["prefill_of_push"] == 1.5 and facts["arguments"]["prefill_ms"] > 0
+    assert facts["arguments"]["prefill_ms"] == 200 and facts["arguments"]["prefill_of_push"] is None
+    # The first of four groups is there after 50 ms.
+    assert all(one["landed_ms"] - one["exposed_ms"] > 100 for one in facts["runs"]["ours"])
 
 
 def test_blocks_outermost_are_one_piece_each(tmp_path: Path) -> None:
