@@ -4,9 +4,9 @@ It has KV memory, a NIXL agent, a side channel on loopback and the connector's c
 has, but no engine: its main thread stands for the engine's. It answers the calls that come over the pipe whose file
 descriptor it inherited, one at a time, and ends when the pipe closes, or with the process that started it.
 
-Threads: the main thread hands commands over and sleeps until results come, as `connector/worker_side.py` does. For raw
-copies (floor and naive) it uses the agent itself; it waits until the core is at rest first, which then touches the
-agent no more until the next command.
+Threads: the main thread hands commands over and sleeps until results come, as `connector/worker_side.py` does. Raw
+copies (floor and naive) have an agent of their own, on the same memory and with the same settings, which the main
+thread owns: an agent belongs to one thread. They begin when the core is at rest.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Side:
         self.memory = KvMemory(setup.shape, setup.layout, setup.num_blocks)
         self._layout = self.memory.layout
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._fabric = NixlFabric(f"bench-{setup.role}")
+        fabric, self._raw = NixlFabric(f"bench-{setup.role}"), NixlFabric(f"raw-{setup.role}")
         scratch = int(self._scratch.ctypes.data)
-        self._fabric.register([(self.memory.base, self.memory.nbytes), (scratch, SCRATCH_BYTES)], "cpu")
+        fabric.register([(self.memory.base, self.memory.nbytes), (scratch, SCRATCH_BYTES)], "cpu")
+        self._raw.register([(self.memory.base, self.memory.nbytes)], "cpu")
         self._events = Events(setup.role)
         self._hooks_s = 0.0
         channel = ZmqChannel(LOOPBACK, 0)
@@ -63,18 +64,18 @@ class Side:
         identity = Identity(EngineId(f"bench-{setup.role}"), 0, 1, setup.role)
 
         def make_core(deliver: Callable[[cmd.Result], None]) -> TransferCore:
-            made = TransferCore(identity, config, self._fabric, channel, self._layout, scratch, self._events, deliver)
+            made = TransferCore(identity, config, fabric, channel, self._layout, scratch, self._events, deliver)
             self._core = made
             return made
 
         self._transfers = TransferThread(make_core)
-        self.card = Card(channel.port, self._fabric.metadata(), self._layout)
+        self.card = Card(channel.port, self._raw.metadata(), self._layout)
         self._peer: PeerName = ""
         self._theirs = self.card
 
     def meet(self, other: Card) -> None:
         """Before raw copies to or from the other side."""
-        self._theirs, self._peer = other, self._fabric.add_peer(other.agent)
+        self._theirs, self._peer = other, self._raw.add_peer(other.agent)
 
     # -- ours -------------------------------------------------------------------------------------------------------
 
@@ -148,30 +149,31 @@ class Side:
         made = plan()
         planned = time.perf_counter()
         local, remote = (made.src, made.dst) if op == "WRITE" else (made.dst, made.src)
-        handle = self._fabric.post(op, self._peer, local, remote, made.nbytes, "cpu")
+        handle = self._raw.post(op, self._peer, local, remote, made.nbytes, "cpu")
         posted = time.perf_counter()
         try:
-            while not self._fabric.check(handle):
+            while not self._raw.check(handle):
                 if time.perf_counter() - posted > LIMIT_S:
                     raise TransferTimeout(f"a {op} of {made.total_bytes} bytes was not done after {LIMIT_S:g} s")
                 os.sched_yield()
             done = time.perf_counter()
         finally:
-            self._fabric.release(handle)
+            self._raw.release(handle)
         return Raw(op, made.descriptors, made.total_bytes, planned - began, posted - planned, done - began)
 
     def drive(self) -> None:
-        """Drive the agent for the other side's copies until the next call comes."""
+        """Drive the raw agent for the other side's copies until the next call comes."""
         self.rest()
         while not self._pipe.poll(0):
-            self._fabric.progress()
+            self._raw.progress()
 
     def rest(self) -> None:
-        """Return when the core leaves the agent alone, as it does without a transfer."""
+        """Return when the core drives its agent no more, as it does without a transfer."""
         _wait_for(lambda: not self._core.busy(), f"{self._role}: the transfer thread did not come to rest")
 
     def close(self) -> None:
         self._transfers.close()
+        self._raw.close()
 
 
 def _wait_for(there: Callable[[], bool], what: str) -> None:

@@ -194,8 +194,14 @@ def corrupt(pair: Pair, tables: Any, index: int) -> None:
     """One byte of that logical block, in the last layer, comes from elsewhere."""
     block = tables.decode[index]
     to = 15 * pool_blocks(BLOCKS) * (BLOCK_BYTES // 16) + block * (BLOCK_BYTES // 16) + 1234
+    overwrite(pair, to)
+
+
+def overwrite(pair: Pair, to: int) -> None:
+    """One byte of D's memory, by another one of P's."""
     pair.decode.ask("drive")
     pair.prefill.ask("floor", 1, 77, to)
+    pair.decode.ask("rest")
 
 
 def test_a_wrong_byte_is_found() -> None:
@@ -213,7 +219,7 @@ def test_a_wrong_byte_is_found() -> None:
             bench.check_blocks("push", tables)
         bench.floor()
         bench.check_floor()
-        pair.prefill.ask("floor", 1, 77, BYTES - 1)
+        overwrite(pair, BYTES - 1)
         with pytest.raises(VoidRun, match="floor"):
             bench.check_floor()
 

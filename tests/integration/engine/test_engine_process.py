@@ -169,7 +169,7 @@ class Dying(EngineLoop):
 async def test_a_dead_engine_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     loops: list[Dying] = []
 
-    def make(config: EngineConfig, deliver: Callable[[list[Output]], None]) -> Dying:
+    def make(config: EngineConfig, deliver: Callable[[list[Output]], None], moved: Callable[..., None]) -> Dying:
         loops.append(Dying(config, deliver))
         return loops[-1]
 
