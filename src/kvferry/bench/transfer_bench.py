@@ -2,8 +2,8 @@
 
 In each round, one after the other: *ours*; *push* (only if ours streams), the same KV handed over whole; the *floor*,
 the same bytes as one WRITE in one piece; *naive*, one descriptor per block, head and layer, planned and posted on the
-calling thread. All four go between the same two processes, agents and memories. The first round of each is a warm-up:
-it is in no figure, and D's bytes must be P's after it.
+calling thread. All four go between the same two processes and memories, by agents with the same settings. The first
+round of each is a warm-up: it is in no figure, and D's bytes must be P's after it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ from typing import Any
 from kvferry.config import ConnectorConfig, connector_config
 from kvferry.errors import ConfigError, side_channel_taken
 
-_CHECKED = "KVFERRY_SETTINGS_CHECKED"  # inherited: later processes would find the port taken by our own first rank
+_CHECKED = "KVFERRY_SETTINGS_CHECKED"
+"""Holds the command line that was checked, and is inherited: vLLM's further processes have the same one, and would find
+the port taken by our own first rank."""
 
 
 def register() -> None:
@@ -29,8 +31,9 @@ def register() -> None:
 
 def check_settings() -> None:
     """Ends the first process with one line on stderr where `preflight` finds an error. None: no platform is meant."""
-    if _CHECKED not in os.environ:
-        os.environ[_CHECKED] = "1"
+    started_as = "\0".join(sys.argv).encode().hex()
+    if os.environ.get(_CHECKED) != started_as:
+        os.environ[_CHECKED] = started_as
         try:
             preflight(sys.argv)
         except ConfigError as error:
