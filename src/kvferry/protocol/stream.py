@@ -84,7 +84,7 @@ class Progress:
         if whole > self.tokens and (whole == self.end or growth.sealed or whole - self.tokens >= self.pace.least):
             start, self.tokens = self.tokens, min(whole, self._furthest())
             return Span(start, self.tokens)
-        part = min(self._bound(growth.part_end), self._furthest())
+        part = self._bound(growth.part_end)  # a group of planes is a fraction of the step: its tokens go at once
         if whole == self.tokens and growth.part_planes and part > self.tokens:
             self.part_end, self.planes = part, growth.part_planes
             return Span(self.tokens, part, 0, growth.part_planes)
