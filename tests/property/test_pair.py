@@ -95,6 +95,7 @@ class Pair(RuleBasedStateMachine):
         self.attempts: Counter = Counter()
         self.rewinding: set[tuple[int, TransferId]] = set()
         self.ended: set[tuple[int, TransferId]] = set()  # aborted
+        self.over: set[tuple[int, TransferId]] = set()  # by the engine, which preempts it no more
         self.released: Counter = Counter()
         self.opened: dict[str, tuple[int, landing.Destination]] = {}
         self.outcomes: dict[str, landing.Outcome] = {}
@@ -370,7 +371,7 @@ class Pair(RuleBasedStateMachine):
         """Stream: the engine wants the blocks back, and waits until nothing reads them."""
         tid = self.plans[i].tid
         key = (p, tid)
-        if not self.growing.get(key) or key in self.rewinding:
+        if not self.growing.get(key) or key in self.rewinding or key in self.over:
             return
         blocks = self.growing.pop(key)
         self.rewinding.add(key)
@@ -384,11 +385,14 @@ class Pair(RuleBasedStateMachine):
             self.mem_p[p][block] = JUNK
             self.free_p[p].append(block)
 
-    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1))
-    def abort(self, i: int, p: int) -> None:
+    @rule(i=st.integers(0, TRANSFERS - 1), p=st.integers(0, PS - 1), by_engine=st.booleans())
+    def abort(self, i: int, p: int, by_engine: bool) -> None:
+        """The engine's request ended, or somebody else gave the transfer up, of which the engine knows nothing."""
         key = (p, self.plans[i].tid)
-        held = bool(self.growing.get(key)) and key not in self.ended
+        held = by_engine and key not in self.over and bool(self.growing.get(key))
         self.ended.add(key)
+        if by_engine:
+            self.over.add(key)
         self.run_p(p, self.P[p].abort(self.plans[i].tid, "abandoned", "by the test", self.now, held))
 
     @rule(
@@ -500,7 +504,7 @@ class Pair(RuleBasedStateMachine):
             return
         for p, tid in self.expected:
             if (p, tid) not in self.readied:
-                self.abort(int(tid[1:]), p)
+                self.abort(int(tid[1:]), p, True)
         for _ in range(12):
             self.deliver_everything()
             for write in list(self.writes):

@@ -161,9 +161,9 @@ class EngineLoop:
         self._own_before = self._own_s(scheduler)
         totals = combined(answers, max(1, self.config.tp // self.config.profile.shape.kv_heads))
         scheduler.update(step, totals, scheduler.gather(answers))
-        self._hand_out(scheduler)
-        self._count(scheduler, answers)
+        self._count(scheduler, answers)  # first, so that whoever has an answer finds it in the numbers
         self._tell_transfers(answers)
+        self._hand_out(scheduler)
         if not step.scheduled and (metadata is None or not metadata.idle):
             self._wait(scheduler, _BLOCKED_S)
 
