@@ -389,3 +389,13 @@ def test_an_asker_that_is_gone_is_told_nothing(p, how):
     assert (p.unwatch("r") if how == "unwatch" else p.peer_gone("r", "lost", 0.0)) in (None, [])
     p.expect("t", "stream", 1, 0.0, 40)
     assert acts(p.ready("t", BLOCKS, 40, 0.0)) == [reached(40, asker="s")]
+
+
+def test_a_registration_that_ended_before_its_request_came_is_not_served_when_it_comes_again(p):
+    p.register("d", reg(), 0.0)
+    p.cancel("d", 1, "by the test", 0.1)
+    p.tick(5.0)
+    p.expect("t", "stream", 1, 6.0, 40)
+    p.ready("t", BLOCKS, 40, 6.0)
+    out = acts(p.register("d", reg(), 6.1))
+    assert [type(one).__name__ for one in out] == ["Send"] and out[0].message.code

@@ -337,7 +337,9 @@ class Rendezvous:
         out: list[Instruction] = []
         for transfer_id in self._deadlines.lapsed(now):
             source = self._sources[transfer_id]
-            if source.state is Source.UNSEEN and not source.legs:  # somebody asked for its progress, no more
+            if source.state is Source.UNSEEN and not (
+                source.legs or source.past
+            ):  # its progress was asked for, no more
                 del self._sources[transfer_id]
                 out += self._tell(source, ended=True)
             elif source.state is Source.UNSEEN:
