@@ -1,37 +1,18 @@
 from __future__ import annotations
 
 import pytest
+from rendezvous_parts import BLOCKS, acts, failed, gone, machine, reg
 
-from kvferry.protocol.instructions import Note, Release, Send, StartWrite
-from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Register
+from kvferry.protocol.instructions import Release, Send, StartWrite
+from kvferry.protocol.messages import Begin, Failed, Grant, Landed
 from kvferry.protocol.rendezvous import Rendezvous
 from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 
-BLOCKS = (4, 5, 6)
-
-
-def reg(reg_id=1, tid="t", mode="push", start=0, end=40, blocks=(7, 8, 9), legs=1):
-    return Register(
-        reg_id=reg_id, transfer_id=tid, mode=mode, start_token=start, end_token=end, block_ids=blocks, legs=legs
-    )
-
-
-def acts(instructions):
-    return [one for one in instructions if not isinstance(one, Note)]
-
 
 @pytest.fixture
 def p():
-    return Rendezvous(lease_s=2.0, unseen_s=2.0)
-
-
-def failed(reg_id, code, reason):
-    return Failed(reg_id=reg_id, code=code, reason=reason)
-
-
-def gone(p):
-    return p.open_count() == 0 and p.next_due() is None and not p._by_leg
+    return machine()
 
 
 @pytest.mark.parametrize("order", ["register first", "expect first", "ready first"])

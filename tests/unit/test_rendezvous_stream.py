@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
 
-from kvferry.protocol.instructions import Note, Release, Rewound, Send, StartWrite, Tell
-from kvferry.protocol.messages import Begin, Failed, Landed, Reached, Register, Seal
+import pytest
+import rendezvous_parts
+from rendezvous_parts import BLOCKS, acts, failed, gone, machine
+
+from kvferry.protocol.instructions import Release, Rewound, Send, StartWrite, Tell
+from kvferry.protocol.messages import Begin, Landed, Reached, Seal
 from kvferry.protocol.rendezvous import Rendezvous
 from kvferry.protocol.stream import Pace, Span
 
-BLOCKS = (4, 5, 6)
 BEGUN = Send("d", Begin(reg_id=1, sealed=False))
 
 
-def reg(reg_id=1, tid="t", mode="stream", start=0, end=40, blocks=(7, 8, 9), legs=1):
-    return Register(
-        reg_id=reg_id, transfer_id=tid, mode=mode, start_token=start, end_token=end, block_ids=blocks, legs=legs
-    )
-
-
-def acts(instructions):
-    return [one for one in instructions if not isinstance(one, Note)]
+reg = functools.partial(rendezvous_parts.reg, mode="stream")
 
 
 @pytest.fixture
 def p():
-    return Rendezvous(lease_s=2.0, unseen_s=2.0)
-
-
-def failed(reg_id, code, reason):
-    return Failed(reg_id=reg_id, code=code, reason=reason)
-
-
-def gone(p):
-    return p.open_count() == 0 and p.next_due() is None and not p._by_leg
+    return machine()
 
 
 def sealed(reg_id=1, end=40, attempt=0, peer="d"):

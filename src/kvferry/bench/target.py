@@ -166,8 +166,7 @@ def _of_router(setup: Setup, mode: Mode, folder: Path | None) -> Target:
 
 
 def _kv(setup: Setup, folder: Path | None, args: Sequence[str], engines: Engines) -> tuple[KvFacts | None, ModelFacts]:
-    told = {count.block_size for url, count in engines.now().items() if engines.roles[url] != "prefill"} - {None}
-    block_size = setup.block_size or (told.pop() if len(told) == 1 else None)
+    block_size = setup.block_size or engines.block_size()
     if setup.engine == "sim":
         kv, words = kv_facts.of_profile(setup.profile, args)
     else:

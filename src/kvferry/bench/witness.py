@@ -36,7 +36,7 @@ class Count:
     sources: Mapping[str, float] = field(default_factory=dict)
     """Prompt tokens by source (vLLM's `prompt_tokens_by_source`); empty if it tells none."""
     nixl_bytes: float | None = None
-    """By vLLM's own NIXL connectors, on the side that posts."""
+    """By vLLM's NIXL connectors and ours, on the side that posts."""
     late_s: float | None = None
     block_size: int | None = None
 

@@ -277,8 +277,7 @@ class Rendezvous:
 
     def peer_gone(self, peer: PeerKey, reason: str, now: float) -> list[Instruction]:
         out: list[Instruction] = []
-        for source in self._sources.values():
-            source.watchers = [one for one in source.watchers if one[0] != peer]
+        self.unwatch(peer)
         for key in [key for key in self._by_leg if key[0] == peer]:
             source = self._sources[self._by_leg[key]]
             leg = source.legs[key]
@@ -337,9 +336,8 @@ class Rendezvous:
         out: list[Instruction] = []
         for transfer_id in self._deadlines.lapsed(now):
             source = self._sources[transfer_id]
-            if source.state is Source.UNSEEN and not (
-                source.legs or source.past
-            ):  # its progress was asked for, no more
+            if source.state is Source.UNSEEN and not (source.legs or source.past):
+                # Only its progress was asked for: it may still come.
                 del self._sources[transfer_id]
                 out += self._tell(source, ended=True)
             elif source.state is Source.UNSEEN:
