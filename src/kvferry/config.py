@@ -16,6 +16,9 @@ from kvferry.protocol.messages import Mode
 DEFAULT_SIDE_CHANNEL_PORT = 5600  # vLLM's own NIXL default
 
 
+Staging = Literal["auto", "always", "off"]
+
+
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times in seconds. Each default is stated here only."""
 
@@ -36,6 +39,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     stream_write_bytes: int = 256 << 20
     """Stream: at most this much in one WRITE."""
+
+    staging: Staging = "auto"
+    """Push and stream: KV in many small pieces is gathered into slots of a registered area, written slot by slot, and
+    scattered by decode. 'auto': where that was faster, by what the transfers so far took."""
+
+    staging_bytes: int = 64 << 20
+    """Size of that area, in each rank: 32 slots, 4 of them for one transfer at a time."""
 
     side_channel_host: str = ""
     """Address to listen on and to be reached at. Empty: $VLLM_NIXL_SIDE_CHANNEL_HOST, else 127.0.0.1."""
@@ -80,6 +90,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     audit: bool = False
     """Write a SHA-256 of every transferred block to the story on both sides. For tests: reads all bytes twice."""
 
+    @property
+    def staging_area_bytes(self) -> int:
+        return 0 if self.staging == "off" else self.staging_bytes
+
 
 def _fields() -> list[str]:
     return [field.name for field in msgspec.structs.fields(ConnectorConfig)]
@@ -120,6 +134,8 @@ def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.e
             raise ConfigError(f"{name}: {getattr(config, name)}", hint="expected seconds above 0")
     if not 0 <= config.idle_wait_ms <= 1000:
         raise ConfigError(f"idle_wait_ms: {config.idle_wait_ms}", hint="expected 0 to 1000")
+    if config.staging_bytes < 0:
+        raise ConfigError(f"staging_bytes: {config.staging_bytes}", hint="expected 0 or more; staging: off needs none")
     if not config.background and config.mode != "pull":
         raise ConfigError(f"background: false with mode {config.mode!r}", hint="only pull can post in the engine loop")
     for peer in config.peers:

@@ -113,17 +113,18 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
     from kvferry.config import connector_config
     from kvferry.protocol.messages import Layout, Plane
     from kvferry.story import Story
+    from kvferry.transfer.areas import Areas
     from kvferry.transfer.channel import ZmqChannel
     from kvferry.transfer.core import TransferCore
     from kvferry.transfer.nixl import NixlFabric
-    from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+    from kvferry.transfer.peers import Identity
     from kvferry.transfer.thread import TransferThread
 
-    memory, scratch = np.zeros(SHAPE, np.uint8), np.zeros(SCRATCH_BYTES, np.uint8)
+    memory, areas = np.zeros(SHAPE, np.uint8), Areas("cpu", 1 << 16)
     settings = connector_config({"mode": mode, "side_channel_port": port, "peers": peers, **config}, {})
     threads = set(threading.enumerate())
     fabric = NixlFabric(name)
-    fabric.register([(memory.ctypes.data, memory.nbytes), (scratch.ctypes.data, SCRATCH_BYTES)], "cpu")
+    fabric.register([(memory.ctypes.data, memory.nbytes), *areas.regions], "cpu")
     planes = tuple(
         Plane(
             base=memory[i].ctypes.data,
@@ -150,7 +151,7 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
             fabric,
             ZmqChannel("127.0.0.1", port),
             layout,
-            scratch.ctypes.data,
+            areas,
             Story(None, role),
             deliver,
         )

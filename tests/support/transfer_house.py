@@ -10,9 +10,10 @@ from kvferry.config import connector_config
 from kvferry.protocol import messages as wire
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
+from kvferry.transfer.areas import Areas
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.memory import MemoryNetwork, MemoryWorld
-from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+from kvferry.transfer.peers import Identity
 
 PLANES, BLOCKS, BLOCK, TOKEN = 2, 16, 4, 8
 DP, PP = 6600, 5600
@@ -22,7 +23,7 @@ DP, PP = 6600, 5600
 class Rank:
     core: TransferCore
     memory: np.ndarray  # (planes, blocks, heads, block tokens, token bytes)
-    scratch: np.ndarray
+    areas: Areas
     results: list[cmd.Result] = field(default_factory=list)
     failing: list[cmd.Failing] = field(default_factory=list)
     frozen: bool = False
@@ -39,11 +40,13 @@ class House:
         self.world, self.network = MemoryWorld(), MemoryNetwork()
         self.ranks: list[Rank] = []
 
-    def rank(self, name, role, port, *, rank=0, tp=1, heads=2, total=2, fill=0, fingerprint="m", **config) -> Rank:
+    def rank(
+        self, name, role, port, *, rank=0, tp=1, heads=2, total=2, fill=0, fingerprint="m", staging_bytes=4096, **config
+    ) -> Rank:
         memory = np.full((PLANES, BLOCKS, heads, BLOCK, TOKEN), fill, np.uint8)
-        scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        areas = Areas("cpu", staging_bytes)
         fabric = self.world.fabric(f"{name}{rank}")
-        fabric.register([(memory.ctypes.data, memory.nbytes), (scratch.ctypes.data, SCRATCH_BYTES)], "cpu")
+        fabric.register([(memory.ctypes.data, memory.nbytes), *areas.regions], "cpu")
         plane_bytes = memory.nbytes // PLANES
         planes = tuple(
             wire.Plane(
@@ -72,12 +75,12 @@ class House:
             fabric,
             self.network.channel("127.0.0.1", port + rank),
             layout,
-            scratch.ctypes.data,
+            areas,
             Story(None, role),
             lambda result: (failing if isinstance(result, cmd.Failing) else results).append(result),
             clock=lambda: self.now,
         )
-        made = Rank(core, memory, scratch, results, failing)
+        made = Rank(core, memory, areas, results, failing)
         self.ranks.append(made)
         return made
 

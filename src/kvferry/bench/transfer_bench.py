@@ -17,6 +17,7 @@ from kvferry.bench.records import VoidRun
 from kvferry.bench.transfer_pair import Pair
 from kvferry.bench.transfer_records import Handled, Posted, Raw
 from kvferry.bench.transfer_shape import Order, Shape, table
+from kvferry.config import Staging
 from kvferry.ids import EngineId, TransferId, new_transfer_id
 from kvferry.launch.ports import LOOPBACK
 from kvferry.protocol.messages import Mode
@@ -41,6 +42,7 @@ class Job:
     mode: Mode
     chunks: int
     layer_groups: int
+    staging: Staging
     prefill_ms: float | None
     runs: int
     seed: int
@@ -231,7 +233,7 @@ class Samples:
 
 def measure(job: Job, say: Say) -> Samples:
     """Starts both sides and ends them. Raises `KVFerryError`: `VoidRun` if bytes are wrong."""
-    with Pair(job.shape, job.layout, job.blocks) as pair:
+    with Pair(job.shape, job.layout, job.blocks, job.staging) as pair:
         bench = Bench(job, pair)
         bench.warm_up()
         samples = Samples([], [], [], [], bench.prefill_s * 1e3 if job.mode == "stream" else None)

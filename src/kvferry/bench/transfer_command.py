@@ -20,6 +20,7 @@ from kvferry.bench.report import write_json
 from kvferry.bench.transfer_bench import PREFILL_OF_PUSH, Job, measure
 from kvferry.bench.transfer_report import facts_of, text
 from kvferry.bench.transfer_shape import PRESETS, Order, pool_blocks, shape_named
+from kvferry.config import Staging
 from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Stopped
 from kvferry.launch.commands import say
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         metavar="MS",
         help=f"stream: how long prefill takes (default: {PREFILL_OF_PUSH:g} times what push takes)",
+    )
+    add(
+        "--staging",
+        choices=get_args(Staging),
+        default="auto",
+        help="whether KV in small pieces goes gathered; the connector's setting of that name (default: auto)",
     )
     add("--runs", type=int, default=7, metavar="R", help="of each kind, after one that warms up (default: 7)")
     add("--seed", type=int, default=0)
@@ -109,6 +116,7 @@ def job_of(args: argparse.Namespace) -> Job:
         mode=msgspec.convert(args.mode, Mode),
         chunks=args.chunks,
         layer_groups=args.layer_groups,
+        staging=msgspec.convert(args.staging, Staging),
         prefill_ms=args.prefill_ms,
         runs=args.runs,
         seed=args.seed,

@@ -34,7 +34,7 @@ class Events(Story):
             began = t - facts["post_ms"] / 1e3
             end = min(ends, key=lambda one: abs(one[0] - one[1]["wire_ms"] / 1e3 - began))
             ends.remove(end)
-            plan_s, post_s = facts["plan_ms"] / 1e3, facts["post_ms"] / 1e3
+            plan_s, post_s = facts["plan_ms"] / 1e3, end[1].get("post_ms", facts["post_ms"]) / 1e3
             out.append(Posted(facts["descriptors"], facts["nbytes"], plan_s, post_s, began, end[0]))
         return out
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvferry.bench.transfer_records import LIMIT_S, Card, Raw, Setup
 from kvferry.bench.transfer_shape import Order, Shape, pool_blocks
+from kvferry.config import Staging
 from kvferry.errors import LaunchError, TransferError, TransferTimeout
 from kvferry.launch.engine import CPU_ENV
 from kvferry.launch.ports import LOOPBACK
@@ -91,13 +92,14 @@ class Child:
 class Pair:
     """Both sides, which know each other. A context: leaving it ends them, at once after an error."""
 
-    def __init__(self, shape: Shape, layout: Order, blocks: int) -> None:
+    def __init__(self, shape: Shape, layout: Order, blocks: int, staging: Staging = "auto") -> None:
         self._children: list[Child] = []
         try:
-            self.prefill, card = self._start("prefill", Setup("producer", shape, layout, pool_blocks(blocks)))
+            pool = pool_blocks(blocks)
+            self.prefill, card = self._start("prefill", Setup("producer", shape, layout, pool, staging))
             self.port = card.port
             peers = (f"{LOOPBACK}:{card.port}",)
-            self.decode, other = self._start("decode", Setup("consumer", shape, layout, pool_blocks(blocks), peers))
+            self.decode, other = self._start("decode", Setup("consumer", shape, layout, pool, staging, peers))
             self.prefill.ask("meet", other)
             self.decode.ask("meet", card)
         except BaseException:

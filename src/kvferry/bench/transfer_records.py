@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.bench.transfer_shape import Order, Shape
+from kvferry.config import Staging
 from kvferry.protocol.messages import Layout
 from kvferry.transfer.fabric import Op
 
@@ -23,6 +24,7 @@ class Setup:
     shape: Shape
     layout: Order
     num_blocks: int
+    staging: Staging = "auto"
     peers: tuple[str, ...] = ()
 
 

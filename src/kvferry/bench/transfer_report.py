@@ -147,6 +147,8 @@ def _head(facts: dict[str, Any]) -> str:
         f"{asked['fragmentation']:g}: {facts['bytes'] / 2**20:.1f} MiB in {facts['descriptors']} descriptors, "
         f"{facts['posts']} posts (naive: {facts['naive']['descriptors']} descriptors); {asked['runs']} runs"
     )
+    if asked["staging"] != "auto":
+        line += f"; staging {asked['staging']}"
     if asked["prefill_ms"] is not None:
         how = f"{asked['chunks']} chunks, {asked['layer_groups']} layer groups"
         line += f"; prefill of {asked['prefill_ms']:.1f} ms in {how}"

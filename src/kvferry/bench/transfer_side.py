@@ -33,11 +33,12 @@ from kvferry.launch.ports import LOOPBACK
 from kvferry.protocol.layout import HeadShare
 from kvferry.protocol.plan import Plan, naive
 from kvferry.transfer import commands as cmd
+from kvferry.transfer.areas import Areas
 from kvferry.transfer.channel import ZmqChannel
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.fabric import Op, PeerName
 from kvferry.transfer.nixl import NixlFabric
-from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+from kvferry.transfer.peers import Identity
 from kvferry.transfer.thread import TransferThread
 
 MEMORY_CALLS = ("fill", "wipe", "digests", "digest_of_first")
@@ -51,20 +52,19 @@ class Side:
         self._role, self._pipe = setup.role, pipe
         self.memory = KvMemory(setup.shape, setup.layout, setup.num_blocks)
         self._layout = self.memory.layout
-        self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         fabric, self._raw = NixlFabric(f"bench-{setup.role}"), NixlFabric(f"raw-{setup.role}")
-        scratch = int(self._scratch.ctypes.data)
-        fabric.register([(self.memory.base, self.memory.nbytes), (scratch, SCRATCH_BYTES)], "cpu")
         self._raw.register([(self.memory.base, self.memory.nbytes)], "cpu")
         self._events = Events(setup.role)
         self._hooks_s = 0.0
         channel = ZmqChannel(LOOPBACK, 0)
         settings = {"side_channel_port": channel.port, "peers": setup.peers, "connect_timeout_s": LIMIT_S / 4}
-        config = connector_config(settings, {})
+        config = connector_config({**settings, "staging": setup.staging}, {})
+        self._areas = areas = Areas("cpu", config.staging_area_bytes)
+        fabric.register([(self.memory.base, self.memory.nbytes), *areas.regions], "cpu")
         identity = Identity(EngineId(f"bench-{setup.role}"), 0, 1, setup.role)
 
         def make_core(deliver: Callable[[cmd.Result], None]) -> TransferCore:
-            made = TransferCore(identity, config, fabric, channel, self._layout, scratch, self._events, deliver)
+            made = TransferCore(identity, config, fabric, channel, self._layout, areas, self._events, deliver)
             self._core = made
             return made
 

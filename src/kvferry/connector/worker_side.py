@@ -11,9 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from kvferry.config import ConnectorConfig
 from kvferry.connector.blocks import Caches, expand
@@ -21,10 +19,11 @@ from kvferry.connector.hooks import take_ms, timed
 from kvferry.connector.metadata import StepMetadata
 from kvferry.protocol.plan import regions_per_block
 from kvferry.story import Story
+from kvferry.transfer.areas import Areas
 from kvferry.transfer.commands import Failing, Grown, Moment, Ready, Received, Result, Rewound, Sent
 from kvferry.transfer.core import TransferCore
 from kvferry.transfer.fabric import MakeFabric
-from kvferry.transfer.peers import SCRATCH_BYTES, Identity
+from kvferry.transfer.peers import Identity
 from kvferry.transfer.prober import Prober
 from kvferry.transfer.stats import TransferStats
 from kvferry.transfer.thread import InlineTransfers, Transfers, TransferThread
@@ -62,7 +61,7 @@ class WorkerSide:
         self._idle_wait_s = _FIRST_IDLE_WAIT_S
         longest_ms = config.idle_wait_ms if identity.role == "consumer" else min(config.idle_wait_ms, _PREFILL_IDLE_MS)
         self._longest_idle_s = longest_ms / 1e3
-        self._scratch: Any = None  # kept alive: peers access it
+        self._areas: Areas | None = None  # kept alive: peers access it
         self._on_device = False
 
     def start(self, caches: Caches, make_fabric: MakeFabric | None = None) -> None:
@@ -81,16 +80,16 @@ class WorkerSide:
         plane_bytes = sum(plane.token_bytes for plane in layout.planes)
         self._block_bytes = plane_bytes * layout.heads * layout.block_size * caches.ratio
         self._on_device = layout.device != "cpu"
-        self._scratch, scratch = _scratch_on(layout.device)
+        areas = self._areas = Areas(layout.device, self.config.staging_area_bytes)
         fabric = make(self.identity.engine_id)
         name = f"{self.identity.engine_id} rank {self.identity.rank}"
         channel = self._channel
         prober = Prober(name, make, layout.device, channel.host, channel.port, channel.wake)
-        fabric.register([*caches.regions, (scratch, SCRATCH_BYTES)], layout.device)
+        fabric.register([*caches.regions, *areas.regions], layout.device)
 
         def make_core(deliver: Callable[[Result], None]) -> TransferCore:
             return TransferCore(
-                self.identity, self.config, fabric, channel, layout, scratch, self._story, deliver, prober=prober
+                self.identity, self.config, fabric, channel, layout, areas, self._story, deliver, prober=prober
             )
 
         self._transfers = TransferThread(make_core) if self.config.background else InlineTransfers(make_core)
@@ -272,15 +271,3 @@ class WorkerSide:
             self._transfers = None
         else:
             self._channel.close()
-
-
-def _scratch_on(device: str) -> tuple[Any, int]:
-    """`SCRATCH_BYTES` zeroed bytes of device memory: (what keeps them alive, their address). torch is needed for a GPU
-    only."""
-    if device == "cpu":
-        array = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        return array, int(array.ctypes.data)
-    import torch
-
-    tensor = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-    return tensor, tensor.data_ptr()

@@ -218,10 +218,18 @@ class FaultyFabric:
     ) -> Handle:
         begun = time.monotonic()
         handle = self._fabric.post(op, peer, local, remote, nbytes, remote_device)
+        self._slow(op, handle, begun)
+        return handle
+
+    def repost(self, handle: Hashable) -> None:
+        begun = time.monotonic()
+        self._fabric.repost(handle)
+        self._slow("WRITE", handle, begun)  # nothing else is posted again
+
+    def _slow(self, op: Op, handle: Hashable, begun: float) -> None:
         fault = self._faults.slow
         if fault is not None and fault.op in (op, "both"):
             self._posts[handle] = (begun, fault, 0.0)
-        return handle
 
     def check(self, handle: Hashable) -> bool:
         slowed = self._posts.get(handle)

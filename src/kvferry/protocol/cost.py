@@ -20,6 +20,9 @@ LEAST_S = 1e-3
 LAYERS_FROM_S = 10e-3
 """A step whose KV is copied in less leaves when it is done: what its layers could save, prefill does not notice."""
 
+_ALIKE_BITS = 3
+"""Numbers within a factor of eight are of one order of magnitude."""
+
 _BOUNDS = ((0.1, 0.01, 0.01), (5.0, 100.0, 100.0))
 """Of what the fit may find, in units of the prior: a post costs 10 to 500 microseconds, whatever a few samples say."""
 
@@ -53,6 +56,10 @@ class Cost:
         return max(1, min(most, int(copying / self.least_piece)))
 
 
+STAGED = Cost(per_post=4e-4, per_descriptor=1e-4, per_byte=2e-10)
+"""Until one was measured: gathered into slots of a registered area, a WRITE for each, and scattered behind it."""
+
+
 class CostMeter:
     """Fits `Cost` to the fastest of the last transfers of each size, by least squares over relative errors: what a busy
     machine adds is no cost of theirs. The prior decides what they leave open. One thread adds; `cost` may be read from
@@ -73,8 +80,12 @@ class CostMeter:
         size = (descriptors.bit_length(), nbytes.bit_length())
         self._seen.setdefault(size, deque(maxlen=self._KEPT)).append((seconds, descriptors, nbytes))
         self._added += 1
-        if self._added % self._EVERY == 0:
+        if self._added % self._EVERY == 0 or self._added in (1, 2, 4):
             self._fit()
+
+    def seen(self, descriptors: int) -> bool:
+        """Whether one with as many descriptors, in order of magnitude, was measured."""
+        return any(bits >= descriptors.bit_length() - _ALIKE_BITS for bits, _ in self._seen)
 
     def _fit(self) -> None:
         seen = np.array([min(alike) for alike in self._seen.values()], dtype=np.float64)

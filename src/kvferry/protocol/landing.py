@@ -337,11 +337,11 @@ class Landings:
         destinations = (landing.destination for landing in self._landings.values() if not landing.code)
         return any(one.transfer_id == transfer_id and one.start_token < one.end_token for one in destinations)
 
-    def register_of(self, reg_id: RegistrationId) -> Register | None:
-        """Of a leg that is not over."""
+    def register_of(self, reg_id: RegistrationId, peer: PeerKey) -> Register | None:
+        """Of a leg with that peer that is not over."""
         request = self._by_reg.get(reg_id)
         leg = self._landings[request].legs[reg_id] if request is not None else None
-        return leg.register if leg is not None and leg.state not in _OVER else None
+        return leg.register if leg is not None and leg.peer == peer and leg.state not in _OVER else None
 
     def open_count(self) -> int:
         return len(self._landings)

@@ -175,6 +175,47 @@ class Failed(Message, frozen=True):
     reason: str
 
 
+class StageStep(Message, frozen=True):
+    """Base of what is said about one staged span (`protocol/staging.py`); P chooses the number, for its connection."""
+
+    stage_id: Natural
+
+
+class StageAsk(StageStep, frozen=True):
+    """P -> D: lend me `slots` slots of your staging area for this part of the registration. As many whole pieces as
+    `slot_bytes` hold go into one."""
+
+    reg_id: RegistrationId
+    start_token: Natural
+    end_token: Natural
+    first_plane: Natural
+    end_plane: Natural | None
+    slots: Positive
+    slot_bytes: Positive
+
+
+class StageLent(StageStep, frozen=True):
+    """D -> P, answer to `StageAsk`: where they begin; none if D has not so many, or shorter ones."""
+
+    slots: tuple[Natural, ...]
+
+
+class Staged(StageStep, frozen=True):
+    """P -> D: pieces [first, first + count) of the span are in your slot `slot`, counted from 0; or they wait at
+    address `source` of my area, and you are to READ them."""
+
+    slot: Natural
+    first: Natural
+    count: Positive
+    source: Natural | None
+
+
+class Unstaged(StageStep, frozen=True):
+    """D -> P: they lie in my blocks, and the slot can be written again."""
+
+    slot: Natural
+
+
 class Describe(Message, frozen=True):
     """Router -> any rank."""
 
@@ -382,6 +423,10 @@ AnyMessage = (
     | Grant
     | Landed
     | Failed
+    | StageAsk
+    | StageLent
+    | Staged
+    | Unstaged
     | Describe
     | Description
     | Abandon

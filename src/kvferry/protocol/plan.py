@@ -260,6 +260,11 @@ def _addresses(
     block = np.array(block_ids[: int(logical[-1]) + 1], dtype=np.uint64)[logical]
     offset = (tokens % layout.block_size).astype(np.uint64)
     head = np.arange(first_head, first_head + heads, dtype=np.uint64)
+    if planes.alike and len(planes.base):
+        block_at = planes.block_stride[0] * block + planes.token_bytes[0] * offset
+        in_plane = block_at[:, None] + planes.head_stride[0] * head
+        alike: U64 = planes.base[:, None, None] + in_plane
+        return alike
     at = planes.base[:, None] + planes.block_stride[:, None] * block + planes.token_bytes[:, None] * offset
     result: U64 = at[:, :, None] + (planes.head_stride[:, None] * head)[:, None, :]
     return result

@@ -14,27 +14,31 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvferry.config import ConnectorConfig
-from kvferry.errors import FabricError, PeerUnreachable
+from kvferry.errors import FabricError
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
-from kvferry.protocol.layout import fan_in, legs_for
+from kvferry.protocol.layout import fan_in
 from kvferry.protocol.plan import PlanError, total_bytes
 from kvferry.protocol.stream import Pace, Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.answers import Answers, Question
+from kvferry.transfer.areas import Areas
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
 from kvferry.transfer.fabric import Fabric, Op
+from kvferry.transfer.gather import Gatherer
 from kvferry.transfer.load import Load
+from kvferry.transfer.mover import mover_for
+from kvferry.transfer.openings import Openings
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
 from kvferry.transfer.prober import Prober
+from kvferry.transfer.scatter import Scatterer
 from kvferry.transfer.stats import Recorder
 
 log = logging.getLogger("kvferry.transfer")
@@ -44,16 +48,8 @@ _REMEMBERED_ENDINGS = 10_000
 _STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
 
 
-@dataclass
-class _Opening:
-    """A request whose prefill engine isn't connected yet."""
-
-    land: cmd.Land
-    due: float
-
-
 class TransferCore:
-    """See the module. `scratch`: address of `SCRATCH_BYTES` registered bytes on the layout's device.
+    """See the module. `areas`: registered, on the layout's device.
 
     `on_result` is called on the owner thread. `clock`: monotonic seconds. `prober`: None where none is asked for.
     """
@@ -65,7 +61,7 @@ class TransferCore:
         fabric: Fabric,
         channel: Channel,
         layout: wire.Layout,
-        scratch: int,
+        areas: Areas,
         story: Story,
         on_result: Callable[[cmd.Result], None],
         clock: Callable[[], float] = time.monotonic,
@@ -87,21 +83,27 @@ class TransferCore:
         )
         self._commands: deque[cmd.Command] = deque()
         self.stats = Recorder(identity.rank)
-        self._posts = Posts(identity, layout, fabric, story, clock, config.transfer_timeout_s, self.stats)
         self._peers = Peers(
             identity,
             config,
             fabric,
             channel,
             layout,
-            scratch,
+            areas.scratch,
             clock,
             lose=self._gone,
             up=self._peer_up,
-            refused=self._advance_all,
+            refused=lambda: self._openings.advance(),
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
         )
-        self._openings: dict[str, _Opening] = {}
+        self._openings = Openings(
+            identity, config, layout, self._peers, clock, opened=self._opened, failed=self._not_opened
+        )
+        slots, mover, send = areas.staging, mover_for(layout.device), self._peers.send
+        gatherer = Gatherer(slots, mover, fabric, send, clock)
+        self._posts = Posts(identity, config, layout, fabric, gatherer, story, clock, self.stats)
+        settle_s = self._landings.settle_s
+        self._scatterer = Scatterer(slots, mover, fabric, self._landings.register_of, send, clock, settle_s)
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
         self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
@@ -201,9 +203,7 @@ class TransferCore:
             elif isinstance(command, cmd.Land):
                 taken = self.stats.allocated(command, self._layout.block_size)
                 self._story.note(command.transfer_id, "allocated", **taken)
-                due = now + self.config.connect_timeout_s
-                opening = self._openings[command.request] = _Opening(command, due)
-                self._advance(opening)
+                self._openings.add(command)
             elif isinstance(command, cmd.Wait):
                 self._announce(command)
             else:
@@ -267,57 +267,13 @@ class TransferCore:
 
     def _drop(self, request: str) -> None:
         reason = "the request was aborted on the decode engine"
-        opening = self._openings.get(request)
-        if opening is not None:
-            self._fail_opening(opening, "cancelled", reason)
+        self._openings.cancel(request, reason)
         self._run(self._landings.cancel(request, reason, self._clock()))
 
-    def _advance(self, opening: _Opening) -> None:
-        """Open the landing as soon as P's rank 0 is up, or fail it if that can't be."""
-        try:
-            self._try_to_open(opening)
-        except PeerUnreachable as error:  # some rank's address can be none, whenever we come to dial it
-            self._fail_opening(opening, error.code, str(error))
-
-    def _try_to_open(self, opening: _Opening) -> None:
-        land = opening.land
-        first = self._peers.dial(land.host, land.port)
-        if first.stage is Stage.REFUSED:
-            return self._fail_opening(opening, *first.refusal)
-        if first.stage is Stage.SILENT:
-            return self._fail_opening(opening, "peer_gone", f"{first.name}: silent for {self.config.lease_s:g} s")
-        if first.stage is not Stage.UP or not isinstance(first.greeting, wire.Welcome):
-            return None
-        found = first.greeting
-        if land.engine_id and land.engine_id != found.engine_id:
-            reason = (
-                f"remote_engine_id: the request says {land.engine_id!r}, {land.host}:{land.port} is {found.engine_id!r}"
-            )
-            return self._fail_opening(opening, "wrong_engine", reason)
-        if land.tp_size and land.tp_size != found.tp_size:
-            reason = f"remote_tp_size: the request says {land.tp_size}, {first.name} has {found.tp_size}"
-            return self._fail_opening(opening, "wrong_tp_size", reason)
-        me = self.identity
-        peers = []
-        for share in fan_in(me.rank, me.tp_size, found.tp_size, self._layout.total_heads):
-            peer = self._peers.dial(land.host, land.port + share.p_rank)
-            peers.append((peer.key, legs_for(share.p_rank, found.tp_size, me.tp_size, self._layout.total_heads)))
-        del self._openings[land.request]
-        destination = landing.Destination(
-            request=land.request,
-            transfer_id=land.transfer_id,
-            mode=land.mode,
-            start_token=land.start_token,
-            end_token=land.end_token,
-            block_ids=land.block_ids,
-            peers=tuple(dict(peers).items()),
-        )
+    def _opened(self, destination: landing.Destination) -> None:
         self._run(self._landings.open(destination, self._peers.up_keys(), self._clock()))
-        return None
 
-    def _fail_opening(self, opening: _Opening, code: str, reason: str) -> None:
-        land = opening.land
-        del self._openings[land.request]
+    def _not_opened(self, land: cmd.Land, code: str, reason: str) -> None:
         self._story.note(land.transfer_id, "failed", code=code, reason=reason)
         result = cmd.Received(land.request, land.transfer_id, False, code, reason)
         self._end(result, remember=self._tells(land))
@@ -339,6 +295,7 @@ class TransferCore:
             return
         now = self._clock()
         lost = self._posts.drop(key)
+        self._scatterer.lost(key)
         text = self._peers.cut(peer, reason)
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
@@ -349,18 +306,11 @@ class TransferCore:
             if post.op == "READ":
                 self._run(self._landings.read_failed(post.register.reg_id, text, now))
         if not keep:
-            self._peers.hang_up(peer, text, self._wanted(peer))
+            self._peers.hang_up(peer, text, self._openings.want(peer))
 
     def _peer_up(self, key: str) -> None:
         self._run(self._landings.connected(key, self._clock()))
-        self._advance_all()
-
-    def _advance_all(self) -> None:
-        for opening in list(self._openings.values()):
-            self._advance(opening)
-
-    def _wanted(self, peer: Peer) -> bool:
-        return any((o.land.host, o.land.port) == peer.address for o in self._openings.values())
+        self._openings.advance()
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -375,7 +325,7 @@ class TransferCore:
             return
         try:
             self._take(key, message)
-        except UnexpectedEvent as error:  # the peer's fault: no reason to end this engine
+        except (UnexpectedEvent, PlanError) as error:  # the peer's fault: no reason to end this engine
             self._gone(key, error.code, str(error))
         except (ArithmeticError, ValueError, TypeError, LookupError) as error:
             # Numbers that pass the codec and make no sense further in: whatever a peer sends, this engine lives.
@@ -421,6 +371,8 @@ class TransferCore:
             self._landed_by(peer, message)
         elif isinstance(message, wire.Failed):
             self._run(self._landings.failed(message.reg_id, message.code, message.reason, now))
+        elif isinstance(message, wire.StageStep):
+            self._stage(peer, message)
         elif isinstance(message, wire.Welcome):
             self._peers.welcome(peer, message)
         elif isinstance(message, wire.Warm):
@@ -428,6 +380,19 @@ class TransferCore:
             self._peers.check_warm(peer)
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
+
+    def _stage(self, peer: Peer, message: wire.StageStep) -> None:
+        if isinstance(message, wire.StageAsk):
+            self._scatterer.asked(peer, message, self._posts.route("READ", peer))
+        elif isinstance(message, wire.StageLent):
+            self._posts.gatherer.lent(peer.key, message)
+        elif isinstance(message, wire.Staged):
+            try:
+                self._scatterer.staged(peer, message)
+            except FabricError as error:
+                self._gone(peer.key, "read_failed", str(error))
+        elif isinstance(message, wire.Unstaged):
+            self._posts.gatherer.unstaged(peer.key, message)
 
     def _pace(self, peer: Peer) -> Pace:
         unit = max(self._layout.block_size, peer.layout.block_size)
@@ -443,7 +408,7 @@ class TransferCore:
 
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
         """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
-        register, now = self._landings.register_of(message.reg_id), self._clock()
+        register, now = self._landings.register_of(message.reg_id, peer.key), self._clock()
         share = self._posts.share_with("READ", peer)
         if register is not None and register.mode != "pull" and share is not None:
             wanted = total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
@@ -565,12 +530,18 @@ class TransferCore:
             return
         self._fabric.progress()
         self._peers.drive()
+        for key in self._scatterer.peers():
+            try:
+                self._scatterer.drive(key)
+            except FabricError as error:
+                self._gone(key, "read_failed", str(error))
         for post, code, reason in self._posts.poll():
             if code:
-                self._gone(post.peer, code, reason)
+                self._gone(post.peer.key, code, reason)
                 continue
             self._last_progress = self._clock()
-            self._ended(post.op, post.peer, post.register.reg_id, "", post.nbytes, post.descriptors)
+            nbytes = post.plan.total_bytes
+            self._ended(post.op, post.peer.key, post.register.reg_id, "", nbytes, post.descriptors)
 
     def _timeout(self, max_wait_s: float | None) -> float | None:
         now = self._clock()
@@ -579,7 +550,7 @@ class TransferCore:
         if self.busy():
             return 0.0 if now - self._last_progress < _SPIN_S else 0.001
         waits = [w - now for w in (self._rendezvous.next_due(), self._landings.next_due()) if w is not None]
-        waits += [opening.due - now for opening in self._openings.values()]
+        waits += [due - now for due in self._openings.due()]
         waits += self._peers.waits(now)
         if max_wait_s is not None:
             waits.append(max_wait_s)
@@ -589,11 +560,5 @@ class TransferCore:
         now = self._clock()
         self._run(self._rendezvous.tick(now))
         self._run(self._landings.tick(now))
-        for opening in [o for o in self._openings.values() if o.due <= now]:
-            land = opening.land
-            peer = self._peers.by_address(land.host, land.port)
-            greeted = peer is not None and peer.stage is Stage.GREETING
-            heard = "accepts but does not answer" if greeted else "cannot be reached"
-            reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
-            self._fail_opening(opening, "peer_unreachable", reason)
-        self._peers.tick(now, self._wanted)
+        self._openings.tick(now)
+        self._peers.tick(now, self._openings.want)

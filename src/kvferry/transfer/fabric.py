@@ -44,6 +44,9 @@ class Fabric(Protocol):
         Raises `FabricError`; then nothing is in flight.
         """
 
+    def repost(self, handle: Handle) -> None:
+        """Start the copies of a complete handle once more; cheaper than a new one. Raises `FabricError`."""
+
     def check(self, handle: Handle) -> bool:
         """True when complete, False while in flight. Raises `FabricError` when it ended badly. Drives progress."""
 

@@ -29,6 +29,7 @@ class Copy:
     held: bool = False
     error: str = ""
     released: bool = False
+    whole: tuple[tuple[int, int, int], ...] = ()
 
     def move(self, limit: int | None = None) -> None:
         """Move up to `limit` descriptors' bytes now (None: all)."""
@@ -108,11 +109,23 @@ class MemoryFabric:
                 raise FabricError(f"{op} to {peer} could not be posted: memory is not registered")
             rows.append((mine, theirs, size) if op == "WRITE" else (theirs, mine, size))
         handle = next(self._serial)
-        copy = self.handles[handle] = Copy(op, self, target, rows, held=self._world.hold)
+        copy = self.handles[handle] = Copy(op, self, target, rows, whole=tuple(rows))
         self._world.copies.append(copy)
-        if not target.needs_driving and not copy.held:
-            copy.move()
+        self._start(copy)
         return handle
+
+    def repost(self, handle: Handle) -> None:
+        copy = self.handles[handle]  # type: ignore[index]
+        if copy.error:
+            raise FabricError(copy.error)
+        self._world.on_post(copy.op, self.name, copy.target.name)
+        copy.rows.extend(copy.whole)
+        self._start(copy)
+
+    def _start(self, copy: Copy) -> None:
+        copy.held = self._world.hold
+        if not copy.target.needs_driving and not copy.held:
+            copy.move()
 
     def check(self, handle: Handle) -> bool:
         copy = self.handles[handle]  # type: ignore[index]

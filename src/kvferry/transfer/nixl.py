@@ -108,6 +108,14 @@ class NixlFabric:
             raise FabricError(f"NIXL {op} to {peer} was refused")
         return handle  # type: ignore[no-any-return]
 
+    def repost(self, handle: Handle) -> None:
+        try:
+            state = self._agent.transfer(handle)
+        except self._errors as error:
+            raise FabricError(f"NIXL transfer could not be posted again: {error}") from error
+        if state == "ERR":
+            raise FabricError("NIXL transfer was refused when it was posted again")
+
     def check(self, handle: Handle) -> bool:
         try:
             state = self._agent.check_xfer_state(handle)

@@ -21,12 +21,12 @@ from kvferry.ids import EngineId, new_life_id
 from kvferry.protocol import codec
 from kvferry.protocol.layout import check_compatible, fan_in
 from kvferry.protocol.messages import Beat, Greeting, Hello, Layout, Message, Refuse, Warm, Welcome
+from kvferry.transfer.areas import SCRATCH_BYTES
 from kvferry.transfer.channel import Channel
 from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
 
 log = logging.getLogger("kvferry.transfer")
 
-SCRATCH_BYTES = 64
 CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
 _REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
 

@@ -5,51 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
-from kvferry.protocol.cost import CostMeter
+from kvferry.protocol.cost import STAGED, CostMeter
 from kvferry.protocol.layout import HeadShare, fan_in
-from kvferry.protocol.plan import plan
+from kvferry.protocol.plan import Plan, Route
 from kvferry.protocol.stream import Span
 from kvferry.story import Story
 from kvferry.transfer.fabric import Fabric, Handle, Op
+from kvferry.transfer.gather import WORTH, Gatherer, StagedSpan
 from kvferry.transfer.peers import Identity, Peer
 from kvferry.transfer.stats import Recorder
 
 
 @dataclass
 class Post:
-    """Copies for one registration, all or a part of it. `posted_at`: when the post began, `began_at`: its
-    plan, in the core's monotonic seconds. `post_s`: how long the call took."""
+    """Copies for one registration, all or a part of it. `posted_at`: when the post began, `began_at`: its plan, in the
+    core's monotonic seconds. `post_s`: how long the call took. `staged`: they go gathered."""
 
     op: Op
-    peer: str
+    peer: Peer
     register: wire.Register
-    handle: Handle | None  # None: could not be posted
-    nbytes: int
-    descriptors: int
+    plan: Plan
     posted_at: float
     began_at: float
+    handle: Handle | None = None  # None: not posted, or staged
+    staged: StagedSpan | None = None
     post_s: float = 0.0
+    descriptors: int = 0
 
 
 class Posts:
-    """`limit_s`: a post that takes longer counts as broken."""
+    """A post that takes longer than `config.transfer_timeout_s` counts as broken."""
 
     def __init__(
         self,
         identity: Identity,
+        config: ConnectorConfig,
         layout: wire.Layout,
         fabric: Fabric,
+        gatherer: Gatherer,
         story: Story,
         clock: Callable[[], float],
-        limit_s: float,
         stats: Recorder,
     ) -> None:
-        self._identity, self._layout, self._fabric = identity, layout, fabric
-        self._story, self._clock, self._limit_s, self._stats = story, clock, limit_s, stats
+        self._identity, self._config, self._layout = identity, config, layout
+        self._fabric, self.gatherer = fabric, gatherer
+        self._story, self._clock, self._stats = story, clock, stats
+        self._limit_s = config.transfer_timeout_s
         self._open: list[Post] = []
-        self.meter = CostMeter()
+        self._routes: dict[tuple[Op, str], tuple[wire.Layout, Route | None]] = {}
+        self.meter, self._staged_meter = CostMeter(), CostMeter(STAGED)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -63,38 +70,68 @@ class Posts:
         shares = fan_in(d_rank, d_tp, p_tp, self._layout.total_heads)
         return next((share for share in shares if share.p_rank == p_rank), None)
 
+    def route(self, op: Op, peer: Peer) -> Route | None:
+        """Made once per connection. `op`: WRITE, from us to that peer; READ, from it to us, whoever posts. None as for
+        `share_with`. Raises `PlanError`."""
+        known = self._routes.get((op, peer.key))
+        if known is None or known[0] is not peer.layout:
+            share = self.share_with(op, peer)
+            src, dst = (self._layout, peer.layout) if op == "WRITE" else (peer.layout, self._layout)
+            known = self._routes[op, peer.key] = peer.layout, None if share is None else Route(src, dst, share)
+        return known[1]
+
     def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> bool:
         """Plan and post `span`; False if there is nothing to copy. `source_block_ids`: logical block 0 first.
 
         Raises `PlanError` (nothing was posted) or `FabricError` (some of it may be under way: cut the peer).
         """
         started = self._clock()
-        writing = op == "WRITE"
-        src, dst = (self._layout, peer.layout) if writing else (peer.layout, self._layout)
-        share = self.share_with(op, peer)
-        if share is None:
+        route = self.route(op, peer)
+        if route is None:
             return False
-        source = source_block_ids[span.start_token // src.block_size :]
-        target = register.block_ids[span.start_token // dst.block_size - register.start_token // dst.block_size :]
-        made = plan(src, dst, share, source, target, span.start_token, span.end_token, span.first_plane, span.end_plane)
+        source = source_block_ids[span.start_token // route.src.block_size :]
+        first = span.start_token // route.dst.block_size - register.start_token // route.dst.block_size
+        target = register.block_ids[first:]
+        made = route.plan(source, target, span.start_token, span.end_token, span.first_plane, span.end_plane)
         if not made.descriptors:
             return False
-        planned = self._clock()
-        post = Post(op, peer.key, register, None, made.total_bytes, made.descriptors, planned, started)
+        post = Post(op, peer, register, made, self._clock(), started)
         self._open.append(post)
-        local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
-        post.handle = self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device)
-        post.post_s = self._clock() - planned
-        self._story.note(
-            register.transfer_id,
-            "posted",
-            op=op,
-            descriptors=made.descriptors,
-            nbytes=made.total_bytes,
-            plan_ms=round((planned - started) * 1e3, 3),
-            post_ms=round(post.post_s * 1e3, 3),
-        )
+        if op == "WRITE" and self._worth_staging(made, route):
+            post.staged = self.gatherer.ask(peer, register, span, route, source)
+        if post.staged is None:
+            self._launch(post)
         return True
+
+    def _worth_staging(self, plan: Plan, route: Route) -> bool:
+        slots = self.gatherer.copies(plan, route)
+        if self._config.staging != "auto" or not slots:
+            return bool(slots) and self._config.staging == "always"
+        if not self.meter.seen(plan.descriptors):
+            return False  # what it would cost is a guess until one like it has gone
+        direct = self.meter.cost.seconds(plan.descriptors, plan.total_bytes)
+        return self._staged_meter.cost.seconds(slots, plan.total_bytes) < WORTH * direct
+
+    def _launch(self, post: Post) -> None:
+        writing, made, began = post.op == "WRITE", post.plan, self._clock()
+        local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
+        peer = post.peer
+        post.handle = self._fabric.post(post.op, peer.agent, local, remote, made.nbytes, peer.layout.device)
+        post.post_s = self._clock() - began
+        post.descriptors = made.descriptors
+        self._note_posted(post)
+
+    def _note_posted(self, post: Post) -> None:
+        self._story.note(
+            post.register.transfer_id,
+            "posted",
+            op=post.op,
+            descriptors=post.descriptors,
+            nbytes=post.plan.total_bytes,
+            plan_ms=round((post.posted_at - post.began_at) * 1e3, 3),
+            post_ms=round(post.post_s * 1e3, 3),
+            staged=post.staged is not None,
+        )
 
     def poll(self) -> Iterator[tuple[Post, str, str]]:
         """(post, code, reason) of each that ended: code '' if well. The caller cuts the peer of one that did not: some
@@ -103,38 +140,69 @@ class Posts:
             if post not in self._open:
                 continue  # went with its peer
             try:
-                done = post.handle is not None and self._fabric.check(post.handle)
+                done = self._driven(post)
             except FabricError as error:
                 yield post, f"{post.op.lower()}_failed", str(error)
                 continue
+            now = self._clock()
             if done:
-                self._fabric.release(post.handle)
-                self._open.remove(post)
-                self.meter.add(post.descriptors, post.nbytes, self._clock() - post.began_at)
-                wire_s = self._clock() - post.posted_at
-                event = "written" if post.op == "WRITE" else "read"
-                self._story.note(post.register.transfer_id, event, nbytes=post.nbytes, wire_ms=round(wire_s * 1e3, 3))
-                self._stats.moved(
-                    plan_s=post.posted_at - post.began_at,
-                    post_s=post.post_s,
-                    wire_s=wire_s,
-                    nbytes=post.nbytes,
-                    descriptors=post.descriptors,
-                )
+                self._complete(post, now)
                 yield post, "", ""
-            elif self._clock() - post.posted_at > self._limit_s:
+            elif now - post.posted_at > self._limit_s:
                 yield post, "transfer_timeout", f"a {post.op} took more than {self._limit_s:g} s"
+
+    def _driven(self, post: Post) -> bool:
+        staged = post.staged
+        if staged is None:
+            return post.handle is not None and self._fabric.check(post.handle)
+        if staged.refused:
+            self.gatherer.close(staged)
+            post.staged = None
+            self._launch(post)
+            return False
+        done = self.gatherer.drive(staged)
+        if staged.theirs and not post.descriptors:
+            post.descriptors = staged.copies
+            self._note_posted(post)
+        return done and not staged.closed
+
+    def _complete(self, post: Post, now: float) -> None:
+        self._open.remove(post)
+        seconds, staged = now - post.began_at, post.staged
+        if staged is None:
+            self._fabric.release(post.handle)
+            self.meter.add(post.descriptors, post.plan.total_bytes, seconds)
+            how = {}
+        else:
+            self.gatherer.close(staged)
+            self._staged_meter.add(post.descriptors, post.plan.total_bytes, seconds)
+            post.post_s = staged.post_s
+            how = {"post_ms": round(staged.post_s * 1e3, 3), "gather_ms": round(staged.gather_s * 1e3, 3)}
+        wire_s = now - post.posted_at
+        event = "written" if post.op == "WRITE" else "read"
+        facts = {"nbytes": post.plan.total_bytes, "wire_ms": round(wire_s * 1e3, 3), **how}
+        self._story.note(post.register.transfer_id, event, **facts)
+        self._stats.moved(
+            plan_s=post.posted_at - post.began_at,
+            post_s=post.post_s,
+            wire_s=wire_s,
+            nbytes=post.plan.total_bytes,
+            descriptors=post.descriptors,
+        )
 
     def drop(self, peer: str) -> list[Post]:
         """Forget everything posted to this peer; what was forgotten."""
-        lost = [post for post in self._open if post.peer == peer]
-        self._open = [post for post in self._open if post.peer != peer]
+        lost = [post for post in self._open if post.peer.key == peer]
+        self._open = [post for post in self._open if post.peer.key != peer]
+        self._routes = {where: route for where, route in self._routes.items() if where[1] != peer}
         self._stats.failed(len(lost))
         for post in lost:
+            if post.staged is not None:
+                self.gatherer.close(post.staged)
             if post.handle is not None:
                 self._fabric.release(post.handle)
         return lost
 
     def close(self) -> None:
-        for key in {post.peer for post in self._open}:
+        for key in {post.peer.key for post in self._open}:
             self.drop(key)

@@ -56,6 +56,7 @@ def a_job(**changes: Any) -> Job:
         "mode": "push",
         "chunks": 4,
         "layer_groups": 1,
+        "staging": "auto",
         "prefill_ms": None,
         "runs": 1,
         "seed": 3,

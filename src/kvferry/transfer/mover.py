@@ -1,0 +1,126 @@
+"""Copies between scattered pieces of KV and a slot, on the device where both lie.
+
+Pieces are named by their addresses. They are views of raw memory: the callers see to it that every piece lies within
+registered KV. One thread, the core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.protocol.plan import U64
+from kvferry.transfer.commands import Moment
+
+
+class Mover(Protocol):
+    """A copy is over when its moment has passed; None: it is over now."""
+
+    def gather(self, pieces: U64, nbytes: int, slot: int) -> Moment | None:
+        """Copy `nbytes` from each of the addresses `pieces`, (N,), to address `slot` and on, one behind the other."""
+
+    def scatter(self, slot: int, pieces: U64, nbytes: int) -> Moment | None:
+        """The other way."""
+
+
+class HostMover:
+    """numpy on CPU memory: a copy per piece, the interpreter's lock let go meanwhile."""
+
+    def gather(self, pieces: U64, nbytes: int, slot: int) -> Moment | None:
+        staged = _host_rows(slot, len(pieces), nbytes)
+        for which, rows, index in _grids(pieces, nbytes, _host_rows):
+            if which is None:
+                np.take(rows, index, out=staged, mode="clip")
+            else:
+                staged[which] = rows[index]
+        return None
+
+    def scatter(self, slot: int, pieces: U64, nbytes: int) -> Moment | None:
+        staged = _host_rows(slot, len(pieces), nbytes)
+        for which, rows, index in _grids(pieces, nbytes, _host_rows):
+            rows[index] = staged if which is None else staged[which]
+        return None
+
+
+class TorchMover:
+    """torch on the memory of `device`; on a GPU by a stream of its own, beside the model's."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._torch, self._device = torch, torch.device(device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def gather(self, pieces: U64, nbytes: int, slot: int) -> Moment | None:
+        with self._torch.cuda.stream(self._stream):
+            staged = self._rows(slot, len(pieces), nbytes)
+            for which, rows, index in _grids(pieces, nbytes, self._rows):
+                if which is None:
+                    self._torch.index_select(rows, 0, self._index(index), out=staged)
+                else:
+                    staged[self._index(which)] = rows[self._index(index)]
+        return self._moment()
+
+    def scatter(self, slot: int, pieces: U64, nbytes: int) -> Moment | None:
+        with self._torch.cuda.stream(self._stream):
+            staged = self._rows(slot, len(pieces), nbytes)
+            for which, rows, index in _grids(pieces, nbytes, self._rows):
+                rows.index_copy_(0, self._index(index), staged if which is None else staged[self._index(which)])
+        return self._moment()
+
+    def _moment(self) -> Moment | None:
+        if self._stream is None:
+            return None
+        event: Moment = self._stream.record_event()
+        return event
+
+    def _index(self, numbers: NDArray[np.int64]) -> Any:
+        return self._torch.from_numpy(numbers).to(self._device, non_blocking=True)
+
+    def _rows(self, address: int, count: int, nbytes: int) -> Any:
+        word = next(size for size in (8, 4, 2, 1) if nbytes % size == 0 and address % size == 0)
+        shape = (count, nbytes // word)
+        if self._stream is None:
+            return self._torch.from_numpy(np.asarray(_Memory(address, shape, f"<i{word}" if word > 1 else "|u1")))
+        memory = _DeviceMemory(address, shape, f"<i{word}" if word > 1 else "|u1")
+        return self._torch.as_tensor(memory, device=self._device)
+
+
+def mover_for(device: str) -> Mover:
+    return HostMover() if device == "cpu" else TorchMover(device)
+
+
+class _Memory:
+    """Raw memory in numpy's array interface."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+
+
+class _DeviceMemory:
+    """The same of a GPU."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
+
+
+def _host_rows(address: int, count: int, nbytes: int) -> NDArray[np.void]:
+    """(count,) items of `nbytes` bytes each."""
+    return np.asarray(_Memory(address, (count,), f"|V{nbytes}"))
+
+
+def _grids(pieces: U64, nbytes: int, view: Any) -> Iterator[tuple[NDArray[np.int64] | None, Any, NDArray[np.int64]]]:
+    """The pieces as rows of arrays of `nbytes` a row: (which pieces, None for all; the array; their rows in it).
+
+    Addresses that are a multiple of `nbytes` apart are rows of one array, whatever lies between them.
+    """
+    phase = pieces % np.uint64(nbytes)
+    for one in np.unique(phase):
+        which = np.flatnonzero(phase == one) if (phase != one).any() else None
+        mine = pieces if which is None else pieces[which]
+        base, last = int(mine.min()), int(mine.max())
+        index = ((mine - np.uint64(base)) // np.uint64(nbytes)).astype(np.int64)
+        yield which, view(base, (last - base) // nbytes + 1, nbytes), index
