@@ -74,9 +74,11 @@ def start(shm):
         pair.close()
 
 
-@pytest.mark.parametrize("mode", ["push", "pull"])
-def test_random_transfers_are_byte_exact_and_waiting_costs_nothing(start, mode):
-    pair = start(mode)
+@pytest.mark.parametrize(
+    ("mode", "config"), [("push", {}), ("pull", {}), ("push", {"staging": "always", "staging_bytes": 1 << 16})]
+)
+def test_random_transfers_are_byte_exact_and_waiting_costs_nothing(start, mode, config):
+    pair = start(mode, **config)
     rng = random.Random(7)
     for i in range(25):
         count = rng.randint(1, 12)

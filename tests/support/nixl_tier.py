@@ -120,8 +120,9 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
     from kvferry.transfer.peers import Identity
     from kvferry.transfer.thread import TransferThread
 
-    memory, areas = np.zeros(SHAPE, np.uint8), Areas("cpu", 1 << 16)
+    memory = np.zeros(SHAPE, np.uint8)
     settings = connector_config({"mode": mode, "side_channel_port": port, "peers": peers, **config}, {})
+    areas = Areas("cpu", settings.staging_area_bytes)
     threads = set(threading.enumerate())
     fabric = NixlFabric(name)
     fabric.register([(memory.ctypes.data, memory.nbytes), *areas.regions], "cpu")

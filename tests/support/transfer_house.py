@@ -103,6 +103,12 @@ class House:
         self.ranks.remove(rank)
         rank.core.close()
 
+    def let_go(self) -> None:
+        """Copies that were held back move again."""
+        self.world.hold = False
+        for copy in self.world.copies:
+            copy.held = False
+
     def cut(self) -> None:
         for link in list(self.network.links):
             self.network.cut(link)
@@ -113,6 +119,7 @@ class House:
             held = {what: n for what, n in one.core.open_counts().items() if n and what != "peers"}
             assert held == {}, one.core.identity
             assert one.core._requests == {} and one.core._waiting_moments == []
+            assert one.areas.staging.lent == 0, one.core.identity
         assert self.world.copies == []
 
 

@@ -52,6 +52,12 @@ EXAMPLES: list[wire.Message] = [
     wire.Grant(reg_id=1, block_ids=(1, 2)),
     wire.Landed(reg_id=1, nbytes=2**40, descriptors=3),
     wire.Failed(reg_id=1, code="c", reason="ü"),
+    wire.StageAsk(
+        stage_id=1, reg_id=2, start_token=0, end_token=7, first_plane=0, end_plane=None, slots=4, slot_bytes=2**21
+    ),
+    wire.StageLent(stage_id=1, slots=(2**47, 2**47 + 2**21)),
+    wire.Staged(stage_id=1, slot=3, first=256, count=256, source=2**47),
+    wire.Unstaged(stage_id=1, slot=3),
     wire.Describe(),
     wire.Description(
         engine_id="e", life=1, rank=0, tp_size=1, role="both", mode="pull", block_size=16, version="0.1.0"
@@ -119,7 +125,7 @@ def test_c56_no_message_carries_a_point_in_time():
 
 
 def test_unknown_version_names_both():
-    with pytest.raises(codec.WireError, match="wire version 9, expected 2"):
+    with pytest.raises(codec.WireError, match=f"wire version 9, expected {codec.VERSION}"):
         codec.decode(head(9) + codec.encode(wire.Beat())[3:])
 
 

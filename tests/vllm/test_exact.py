@@ -108,7 +108,8 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(tmp_path_factory.mktemp("caching"), vllm_args=(*ENGINE, "--enable-prefix-caching"), **PAIR) as one:
+    how = {**PAIR, "extra_config": {"audit": True, "staging": "always", "staging_bytes": 1 << 20}}
+    with deployed(tmp_path_factory.mktemp("caching"), vllm_args=(*ENGINE, "--enable-prefix-caching"), **how) as one:
         yield one
 
 

@@ -179,6 +179,7 @@ class TransferCore:
         if self._prober is not None:
             self._prober.close()
         self._posts.close()
+        self._scatterer.close()
         self._channel.close()
         self._fabric.close()
         self._story.close()

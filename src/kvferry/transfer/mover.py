@@ -6,7 +6,7 @@ registered KV. One thread, the core's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,9 +55,10 @@ class TorchMover:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def gather(self, pieces: U64, nbytes: int, slot: int) -> Moment | None:
+        view = self._view(pieces, nbytes, slot)
         with self._torch.cuda.stream(self._stream):
-            staged = self._rows(slot, len(pieces), nbytes)
-            for which, rows, index in _grids(pieces, nbytes, self._rows):
+            staged = view(slot, len(pieces), nbytes)
+            for which, rows, index in _grids(pieces, nbytes, view):
                 if which is None:
                     self._torch.index_select(rows, 0, self._index(index), out=staged)
                 else:
@@ -65,9 +66,10 @@ class TorchMover:
         return self._moment()
 
     def scatter(self, slot: int, pieces: U64, nbytes: int) -> Moment | None:
+        view = self._view(pieces, nbytes, slot)
         with self._torch.cuda.stream(self._stream):
-            staged = self._rows(slot, len(pieces), nbytes)
-            for which, rows, index in _grids(pieces, nbytes, self._rows):
+            staged = view(slot, len(pieces), nbytes)
+            for which, rows, index in _grids(pieces, nbytes, view):
                 rows.index_copy_(0, self._index(index), staged if which is None else staged[self._index(which)])
         return self._moment()
 
@@ -80,13 +82,19 @@ class TorchMover:
     def _index(self, numbers: NDArray[np.int64]) -> Any:
         return self._torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
-    def _rows(self, address: int, count: int, nbytes: int) -> Any:
-        word = next(size for size in (8, 4, 2, 1) if nbytes % size == 0 and address % size == 0)
-        shape = (count, nbytes // word)
-        if self._stream is None:
-            return self._torch.from_numpy(np.asarray(_Memory(address, shape, f"<i{word}" if word > 1 else "|u1")))
-        memory = _DeviceMemory(address, shape, f"<i{word}" if word > 1 else "|u1")
-        return self._torch.as_tensor(memory, device=self._device)
+    def _view(self, pieces: U64, nbytes: int, slot: int) -> Callable[[int, int, int], Any]:
+        """How raw memory becomes rows, in the longest words that all addresses are multiples of."""
+        bits = int(np.bitwise_or.reduce(pieces)) | nbytes | slot
+        word = next(size for size in (8, 4, 2, 1) if bits % size == 0)
+        typestr = "|u1" if word == 1 else f"<i{word}"
+
+        def rows(address: int, count: int, row_bytes: int) -> Any:
+            shape = (count, row_bytes // word)
+            if self._stream is None:
+                return self._torch.from_numpy(np.asarray(_Memory(address, shape, typestr)))
+            return self._torch.as_tensor(_DeviceMemory(address, shape, typestr), device=self._device)
+
+        return rows
 
 
 def mover_for(device: str) -> Mover:
@@ -112,7 +120,9 @@ def _host_rows(address: int, count: int, nbytes: int) -> NDArray[np.void]:
     return np.asarray(_Memory(address, (count,), f"|V{nbytes}"))
 
 
-def _grids(pieces: U64, nbytes: int, view: Any) -> Iterator[tuple[NDArray[np.int64] | None, Any, NDArray[np.int64]]]:
+def _grids(
+    pieces: U64, nbytes: int, view: Callable[[int, int, int], Any]
+) -> Iterator[tuple[NDArray[np.int64] | None, Any, NDArray[np.int64]]]:
     """The pieces as rows of arrays of `nbytes` a row: (which pieces, None for all; the array; their rows in it).
 
     Addresses that are a multiple of `nbytes` apart are rows of one array, whatever lies between them.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
-from kvferry.protocol.cost import STAGED, CostMeter
+from kvferry.protocol.cost import LEAST_S, STAGED, CostMeter
 from kvferry.protocol.layout import HeadShare, fan_in
 from kvferry.protocol.plan import Plan, Route
 from kvferry.protocol.stream import Span
@@ -110,7 +110,8 @@ class Posts:
         if not self.meter.seen(plan.descriptors):
             return False  # what it would cost is a guess until one like it has gone
         direct = self.meter.cost.seconds(plan.descriptors, plan.total_bytes)
-        return self._staged_meter.cost.seconds(slots, plan.total_bytes) < WORTH * direct
+        staged = self._staged_meter.cost.seconds(slots, plan.total_bytes)
+        return staged < WORTH * direct and direct - staged > LEAST_S
 
     def _launch(self, post: Post) -> None:
         writing, made, began = post.op == "WRITE", post.plan, self._clock()

@@ -146,6 +146,10 @@ class Scatterer:
         for stage in [stage for where, stage in self._open.items() if where[0] == key]:
             self._close(stage, fenced=True)
 
+    def close(self) -> None:
+        for stage in list(self._open.values()):
+            self._close(stage)
+
     def _tidy(self) -> None:
         """A registration that is over without all its pieces: P has said that it writes no more."""
         for stage in [one for one in self._open.values() if self._register_of(one.reg_id, one.peer.key) is None]:

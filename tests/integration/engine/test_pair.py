@@ -15,6 +15,7 @@ from kvferry.story import read_lines
 MODES = ("colocated", "pull", "pull-inline", "push", "stream")
 FAULTS = ("--enable-faults",)
 EAGER = {"stream_chunk_bytes": 1}
+STAGED = {"staging": "always", "staging_bytes": 1 << 18}
 NO_CACHE = ("--no-enable-prefix-caching",)
 
 
@@ -37,14 +38,18 @@ def test_two_thousand_random_requests_get_two_thousand_right_answers(mode: str, 
     ],
     ids=["tp2-tp1", "tp1-tp4-blocks32-16", "tp4-tp2-blocks16-64"],
 )
-@pytest.mark.parametrize("mode", ["push", "pull", "stream"])
+@pytest.mark.parametrize("mode", ["push", "push, staged", "pull", "stream", "stream, staged"])
 def test_unequal_engines(mode: str, prefill: tuple[str, ...], decode: tuple[str, ...], tmp_path: Path) -> None:
     asked = asks(60, seed=1)
-    chunks = {"prefill_args": (*prefill, "--max-num-batched-tokens=100"), "extra_config": EAGER}
-    how = chunks if mode == "stream" else {"prefill_args": prefill}
-    with simulated(tmp_path, mode, decode_args=decode, **how) as deployment:
+    mode, _, staged = mode.partition(", ")
+    chunks = ("--max-num-batched-tokens=100",) if mode == "stream" else ()
+    extra = {**(EAGER if mode == "stream" else {}), **(STAGED if staged else {})}
+    how = {"prefill_args": (*prefill, *chunks), "decode_args": decode, "extra_config": extra}
+    with simulated(tmp_path, mode, **how) as deployment:
         got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=8))
     assert [one.tokens for one in got] == [right(ask) for ask in asked]
+    posts = [line for line in read_lines(tmp_path / "state" / "story") if line["event"] == "posted"]
+    assert posts and any(post["staged"] for post in posts) >= bool(staged)
 
 
 @pytest.mark.parametrize("mode", ["push", "pull", "stream"])
@@ -61,7 +66,8 @@ def test_prompts_that_are_streamed_and_preempted_in_their_middle(bind: str, tmp_
     """Long prompts in small chunks, on a P whose pool holds few of them and caches none."""
     asked = asks(150, seed=6)
     small = ("--num-gpu-blocks-override=96", "--max-model-len=1024", "--max-num-batched-tokens=64", *NO_CACHE)
-    how = {"extra_config": EAGER, "router_args": ("--bind", bind)}
+    extra = {**EAGER, **STAGED} if bind == "late" else EAGER
+    how = {"extra_config": extra, "router_args": ("--bind", bind)}
     with simulated(tmp_path, "stream", prefill_args=small, **how) as deployment:
         got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=24))
     assert [one.tokens for one in got] == [right(ask) for ask in asked]

@@ -12,10 +12,10 @@ from kvferry.transfer import commands as cmd
 EAGER = {"stream_chunk_bytes": 1}
 
 
-@pytest.fixture
-def engines(house):
-    """P and D, and P's memory full of what can be recognised."""
-    p, d = pair(house, "stream", **EAGER)
+@pytest.fixture(params=["off", "always"])
+def engines(house, request):
+    """P and D, and P's memory full of what can be recognised. Staged: in slots of one piece."""
+    p, d = pair(house, "stream", **EAGER, staging=request.param, staging_bytes=1024)
     randomise(p)
     return p, d
 
@@ -86,10 +86,8 @@ def test_chunks_wait_for_a_slow_network_and_become_one(house, engines):
     for number in range(9):
         grown(p, (number + 5,), 4 * number + 4)
         house.run(2)
-    assert len(house.world.copies) == 4
-    house.world.hold = False
-    for copy in house.world.copies:
-        copy.held = False
+    assert len({copy.whole for copy in house.world.copies}) == len(house.world.copies) in (4, 8), "staged: 2 in each"
+    house.let_go()
     ready(p, blocks=tuple(range(5, 15)), tokens=40)
     house.run(30)
     assert d.results == [RECEIVED] and same(p, d, range(5, 15), range(10))
@@ -105,8 +103,8 @@ def test_preempted_the_engine_has_its_blocks_back_when_nothing_reads_them(house,
     house.run()
     rewind(p)
     house.run()
-    assert p.results == [] and len(house.world.copies) == 1
-    house.world.hold = house.world.copies[0].held = False
+    assert p.results == [] and house.world.copies
+    house.let_go()
     house.run()
     assert p.results == [cmd.Rewound("p-t", "t")] and d.results == []
     p.memory[:, 1] = 0  # somebody else's now
@@ -229,7 +227,7 @@ def test_aborted_in_the_middle_of_a_chunk(house, engines, who):
         d.core.submit(cmd.Drop("d-t"))
     house.run()
     assert p.results == d.results == [], "a WRITE is under way"
-    house.world.hold = house.world.copies[0].held = False
+    house.let_go()
     house.run()
     assert [result.code for result in d.results] == ["aborted" if who == "P" else "cancelled"]
     if who == "D":
@@ -248,9 +246,7 @@ def test_lost_in_the_middle_of_a_stream(house, engines, how):
     grown(p, (1,), 4)
     house.run()
     house.cut() if how == "cut" else house.kill(p if how == "P dies" else d)
-    house.world.hold = False
-    for copy in house.world.copies:
-        copy.held = False
+    house.let_go()
     house.wait(2.0)
     if how != "D dies":
         assert [result.code for result in d.results] == ["peer_gone"]
