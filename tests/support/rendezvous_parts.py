@@ -20,9 +20,17 @@ def reg(
     end: int = 40,
     blocks: tuple[int, ...] = (7, 8, 9),
     legs: int = 1,
+    credit: int = 16,
 ) -> Register:
     return Register(
-        reg_id=reg_id, transfer_id=tid, mode=mode, start_token=start, end_token=end, block_ids=blocks, legs=legs
+        reg_id=reg_id,
+        transfer_id=tid,
+        mode=mode,
+        start_token=start,
+        end_token=end,
+        block_ids=blocks,
+        legs=legs,
+        credit=credit,
     )
 
 

@@ -41,7 +41,9 @@ EXAMPLES: list[wire.Message] = [
     wire.Warm(),
     wire.Refuse(code="c", reason="r"),
     wire.Beat(),
-    wire.Register(reg_id=1, transfer_id="t", mode="push", start_token=0, end_token=7, block_ids=(3, 1), legs=1),
+    wire.Register(
+        reg_id=1, transfer_id="t", mode="push", start_token=0, end_token=7, block_ids=(3, 1), legs=1, credit=4
+    ),
     wire.Waiting(transfer_id="t"),
     wire.Cancel(reg_id=1, reason="r"),
     wire.Fetched(reg_id=1, ok=True),

@@ -43,6 +43,21 @@ def test_push(d):
     assert d.landed(r, 2.0) == [] and d.failed(r, "x", "late", 2.0) == []  # C61: late or twice
 
 
+def test_each_prefill_rank_with_something_open_gets_an_equal_part_of_the_credit():
+    d = Landings(dial_s=4.0, prefill_s=20.0, transfer_s=3.0, fence_s=5.0, credit=5)
+    first, second = acts(d.open(where("stream", (("p0", 2), ("p1", 2))), {"p0", "p1"}, 0.0))
+    assert (first.message.credit, second.message.credit) == (5, 2)
+    assert acts(d.open(where("stream", (("p9", 1),), "s"), set(), 0.0)) == []
+    (third,) = acts(d.open(where("stream", (("p1", 1),), "u"), {"p1"}, 0.0))
+    assert third.message.credit == 2, "a rank that isn't connected takes nothing"
+    d.landed(first.message.reg_id, 0.0)
+    (fourth,) = acts(d.open(where("stream", (("p1", 1),), "v"), {"p1"}, 0.0))
+    assert fourth.message.credit == 5
+    many = Landings(dial_s=4.0, prefill_s=20.0, transfer_s=3.0, fence_s=5.0, credit=2)
+    peers = tuple((f"p{i}", 1) for i in range(4))
+    assert [one.message.credit for one in acts(many.open(where("stream", peers), dict(peers).keys(), 0.0))][-1] == 1
+
+
 def test_pull_counts_only_when_p_confirms(d):
     (r,) = opened(d, "pull")
     (read,) = acts(d.granted(r, (1, 2, 3), 0.0))

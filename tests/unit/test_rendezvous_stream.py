@@ -141,6 +141,20 @@ def test_chunks_that_wait_for_a_slow_peer_become_one():
     assert wrote(p) == [landed(40, 4), Release("t", True, "", "")] and gone(p)
 
 
+def test_no_more_is_in_flight_than_the_peer_last_said_it_takes():
+    p = Rendezvous(lease_s=2.0, unseen_s=2.0, max_flying=3)
+    p.expect("t", "stream", 1, 0.0, 40)
+    p.expect("u", "stream", 1, 0.0, 40)
+    p.register("d", reg(credit=2), 0.0)
+    counts = [len(acts(p.grown("t", (4,) if not i else (), 8 * (i + 1), 0.0))) for i in range(3)]
+    assert counts == [2, 1, 0], "Begin and a WRITE, a WRITE, no more"
+    p.register("d", reg(2, "u", credit=1), 0.0)
+    assert wrote(p) == [], "one is in flight still"
+    assert wrote(p) == [write(16, 24, (4,), reg(credit=2))]
+    assert p.register("e", reg(3, "u", credit=9), 0.0) and acts(p.peer_gone("d", "x", 0.0)) == []
+    assert p._credit == {"e": 9}
+
+
 def test_transfers_to_one_peer_share_its_limit_and_other_peers_have_their_own():
     p = Rendezvous(lease_s=2.0, unseen_s=2.0, max_flying=1)
     for number, (tid, peer) in enumerate((("t", "d"), ("u", "d"), ("v", "e")), 1):

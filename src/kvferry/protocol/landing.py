@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.instructions import Note, PeerKey, Send
 from kvferry.protocol.lease import Deadlines
@@ -216,14 +218,22 @@ class Landings:
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until prefill is done; `transfer_s`: from then
     until landed; `fence_s`: for P to confirm a READ; `settle_s`: for what a lost peer had on the way. There is no limit
-    for P to acknowledge a cancel: until it does, or its connection goes, it may write.
+    for P to acknowledge a cancel: until it does, or its connection goes, it may write. `credit`: streamed WRITEs that
+    this rank takes at once; each P rank that something is open with gets an equal part, and one at least.
     """
 
     def __init__(
-        self, *, dial_s: float, prefill_s: float, transfer_s: float, fence_s: float, settle_s: float = 0.75
+        self,
+        *,
+        dial_s: float,
+        prefill_s: float,
+        transfer_s: float,
+        fence_s: float,
+        settle_s: float = 0.75,
+        credit: int = 16,
     ) -> None:
         self.dial_s, self.prefill_s, self.transfer_s, self.fence_s = dial_s, prefill_s, transfer_s, fence_s
-        self.settle_s = settle_s
+        self.settle_s, self._credit = settle_s, credit
         self._landings: dict[RequestKey, _Landing] = {}
         self._by_reg: dict[RegistrationId, RequestKey] = {}
         self._next_reg = 1
@@ -248,6 +258,7 @@ class Landings:
                 end_token=destination.end_token,
                 block_ids=destination.block_ids,
                 legs=legs,
+                credit=self._credit,
             )
             landing.legs[reg_id] = _Leg(peer, register)
             self._by_reg[reg_id] = key
@@ -418,6 +429,7 @@ class Landings:
         reg_id, where = leg.register.reg_id, landing.destination
         out: list[Instruction] = []
         if action == "register":
+            leg.register = msgspec.structs.replace(leg.register, credit=self._credit_of_each())
             out += [Send(leg.peer, leg.register), Note(where.transfer_id, "registered")]
         elif action == "landing":
             out.append(Note(where.transfer_id, "landing"))
@@ -436,6 +448,11 @@ class Landings:
         if changed and target in _OVER and landing.over() and where.request in self._landings:
             out += self._close(landing)
         return out
+
+    def _credit_of_each(self) -> int:
+        legs = (leg for one in self._landings.values() for leg in one.legs.values())
+        peers = {leg.peer for leg in legs if leg.state not in (Leg.DIALING, *_OVER)}
+        return max(1, self._credit // len(peers))
 
     def _set_deadline(self, reg_id: RegistrationId, state: Leg, now: float) -> None:
         limit = {

@@ -103,6 +103,7 @@ class Register(Message, frozen=True):
     D wants tokens [start_token, end_token) and has for them the blocks `block_ids`, the first of which holds logical
     block `start_token // block_size` (D's block size). `legs`: how many registrations this P rank will see for the
     transfer in all. `start_token == end_token`: D needs nothing; P is only told that it may let go.
+    `credit`: how many streamed WRITEs D takes at once from this P rank, as of now.
     """
 
     reg_id: RegistrationId
@@ -112,6 +113,7 @@ class Register(Message, frozen=True):
     end_token: int
     block_ids: tuple[int, ...]
     legs: int
+    credit: Positive
 
 
 class Waiting(Message, frozen=True):

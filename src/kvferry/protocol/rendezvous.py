@@ -108,7 +108,7 @@ class Rendezvous:
     `lease_s`: how long a READY source waits for a registration. `patience_s`: the same while a
     living D rank says that its request queues. `unseen_s`: how long a registration waits for its request to show up.
     `remember`: how many ended transfers are kept to refuse late comers by name. `max_flying`: streamed WRITEs in flight
-    to one peer; more chunks wait and become one.
+    to one peer, or fewer if it says so; more chunks wait and become one.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class Rendezvous:
         self._ended: OrderedDict[TransferId, Ending] = OrderedDict()
         self._deadlines: Deadlines[TransferId] = Deadlines()
         self._flying: Counter[PeerKey] = Counter()  # streamed WRITEs in flight
+        self._credit: dict[PeerKey, int] = {}  # that each peer takes, by its last registration
 
     # -- the engine's side ------------------------------------------------------------------------------------------
 
@@ -246,6 +247,7 @@ class Rendezvous:
         if key in source.past:
             return []  # re-sent, late
         leg = source.legs[key] = _Leg(peer, message, Progress(message.start_token, message.end_token, pace))
+        self._credit[peer] = message.credit
         self._by_leg[key] = transfer_id
         source.legs_stated = max(source.legs_stated, message.legs)
         source.expected = source.legs_stated * source.fan_out
@@ -278,6 +280,7 @@ class Rendezvous:
     def peer_gone(self, peer: PeerKey, reason: str, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         self.unwatch(peer)
+        self._credit.pop(peer, None)
         for key in [key for key in self._by_leg if key[0] == peer]:
             source = self._sources[self._by_leg[key]]
             leg = source.legs[key]
@@ -412,7 +415,8 @@ class Rendezvous:
         if leg.register.mode != "stream" or leg.stale or leg.state not in (Leg.HELD, Leg.STREAMING, Leg.WRITING):
             return []
         out: list[Instruction] = []
-        while self._flying[leg.peer] < self.max_flying and (span := leg.progress.take(source.growth)) is not None:
+        most = min(self.max_flying, self._credit[leg.peer])
+        while self._flying[leg.peer] < most and (span := leg.progress.take(source.growth)) is not None:
             if leg.state is Leg.HELD:
                 out += self._apply(source, leg, StartStream(), now, "", "")
             out.append(StartWrite(leg.peer, leg.register, source.block_ids, span))

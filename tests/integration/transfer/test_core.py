@@ -123,7 +123,9 @@ def test_describe_why_and_abandon(house):
         wire.Begin(reg_id=1, sealed=True),
         wire.Warm(),
         wire.Beat(),
-        wire.Register(reg_id=1, transfer_id="x", mode="push", start_token=0, end_token=4, block_ids=(1,), legs=1),
+        wire.Register(
+            reg_id=1, transfer_id="x", mode="push", start_token=0, end_token=4, block_ids=(1,), legs=1, credit=1
+        ),
         b"garbage",
         b"",
         b"KF\x07abc",
