@@ -10,11 +10,13 @@ from collections import deque
 
 import pytest
 
+from kvferry.auth import AuthKey
 from kvferry.errors import ConfigError, PeerUnreachable
 from kvferry.transfer.channel import Down, Got, Up, ZmqChannel
 from kvferry.transfer.memory import MemoryNetwork
 
 LIMIT_S = 10.0
+KEY = AuthKey("k" * 32, "a test")
 
 
 class Sides:
@@ -47,7 +49,7 @@ class Sides:
                 self.seen[one].extend(e for e in one.poll(0.005) if not (isinstance(e, Got) and not e.data))
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "zmq with a key"])
 def sides(request):
     fds = len(os.listdir("/proc/self/fd"))
     ports = iter(range(1000, 2000))
@@ -55,11 +57,12 @@ def sides(request):
     if request.param == "memory":
         made = Sides(lambda host, port: network.channel(host, port or next(ports)))
     else:
-        made = Sides(ZmqChannel)
+        key = KEY if request.param == "zmq with a key" else None
+        made = Sides(lambda host, port: ZmqChannel(host, port, key))
     yield made
     for one in list(made.open):
         made.close(one)
-    if request.param == "zmq":
+    if request.param != "memory":
         assert len(os.listdir("/proc/self/fd")) <= fds, "descriptors leaked"
 
 
@@ -219,7 +222,7 @@ def test_ipv6(channel):
 
 def test_address_that_is_not_ours_is_named():
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:5600 cannot be used"):
-        ZmqChannel("192.0.2.1", 5600)
+        ZmqChannel("192.0.2.1", 5600, KEY)
 
 
 def test_bytes_that_are_no_zmq_do_no_harm(channel):

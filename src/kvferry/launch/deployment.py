@@ -121,7 +121,7 @@ class Deployment:
             process = ManagedProcess(plan.name, argv, env, self.state_dir.logs / f"{plan.name}.log", self._guard)
             self.engines.append(RunningEngine(plan, process))
         if self.spec.router:
-            argv = router_command(self.spec, plans, self.mode, router_port, self.state_dir.story)
+            argv = router_command(self.spec, plans, self.mode, router_port, self.state_dir)
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.env}
             self.router = ManagedProcess(ROUTER, argv, env, self.state_dir.logs / "router.log", self._guard)
         for engine in self.engines:
@@ -250,6 +250,7 @@ class Deployment:
                 launcher_pid=os.getpid(),
                 launcher_started=start_time(os.getpid()),
                 story_dir=str(self.state_dir.story),
+                auth_key_file=str(self.state_dir.auth_key),
                 processes=tuple(rows),
             )
         )

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError, PeerUnreachable
@@ -29,9 +28,11 @@ from kvferry.story import Story
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.audit import block_digests
-from kvferry.transfer.channel import Channel, Down, Got, Up
+from kvferry.transfer.channel import Barred, Channel, Down, Got, Uninvited, Up
+from kvferry.transfer.door import Door
 from kvferry.transfer.fabric import Fabric, Op
 from kvferry.transfer.load import Load
+from kvferry.transfer.opening import Opening
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
 from kvferry.transfer.prober import Prober
@@ -42,14 +43,6 @@ log = logging.getLogger("kvferry.transfer")
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
 _REMEMBERED_ENDINGS = 10_000
 _STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
-
-
-@dataclass
-class _Opening:
-    """A request whose prefill engine isn't connected yet."""
-
-    land: cmd.Land
-    due: float
 
 
 class TransferCore:
@@ -88,20 +81,17 @@ class TransferCore:
         self._commands: deque[cmd.Command] = deque()
         self.stats = Recorder(identity.rank)
         self._posts = Posts(identity, layout, fabric, story, clock, config.transfer_timeout_s, self.stats)
+        name = f"{identity.engine_id} rank {identity.rank}"
+        self._door = Door(name, self._landings, self._rendezvous, self.stats, clock)
+        mine = (identity, config, fabric, channel, layout, scratch, clock, self._door)
         self._peers = Peers(
-            identity,
-            config,
-            fabric,
-            channel,
-            layout,
-            scratch,
-            clock,
+            *mine,
             lose=self._gone,
             up=self._peer_up,
             refused=self._advance_all,
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
         )
-        self._openings: dict[str, _Opening] = {}
+        self._openings: dict[str, Opening] = {}
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
         self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
@@ -151,6 +141,10 @@ class TransferCore:
                 self._gone(event.key, "peer_gone", "the connection was lost")
                 if self._prober is not None:
                     self._prober.lost(event.key)
+            elif isinstance(event, Barred):
+                self._peers.barred(event.key, event.error)
+            elif isinstance(event, Uninvited):
+                self._door.uninvited(event.reason)
 
     def busy(self) -> bool:
         """Bytes are in flight, from or to this rank."""
@@ -202,7 +196,7 @@ class TransferCore:
                 taken = self.stats.allocated(command, self._layout.block_size)
                 self._story.note(command.transfer_id, "allocated", **taken)
                 due = now + self.config.connect_timeout_s
-                opening = self._openings[command.request] = _Opening(command, due)
+                opening = self._openings[command.request] = Opening(command, due)
                 self._advance(opening)
             elif isinstance(command, cmd.Wait):
                 self._announce(command)
@@ -272,14 +266,14 @@ class TransferCore:
             self._fail_opening(opening, "cancelled", reason)
         self._run(self._landings.cancel(request, reason, self._clock()))
 
-    def _advance(self, opening: _Opening) -> None:
+    def _advance(self, opening: Opening) -> None:
         """Open the landing as soon as P's rank 0 is up, or fail it if that can't be."""
         try:
             self._try_to_open(opening)
         except PeerUnreachable as error:  # some rank's address can be none, whenever we come to dial it
             self._fail_opening(opening, error.code, str(error))
 
-    def _try_to_open(self, opening: _Opening) -> None:
+    def _try_to_open(self, opening: Opening) -> None:
         land = opening.land
         first = self._peers.dial(land.host, land.port)
         if first.stage is Stage.REFUSED:
@@ -289,14 +283,9 @@ class TransferCore:
         if first.stage is not Stage.UP or not isinstance(first.greeting, wire.Welcome):
             return None
         found = first.greeting
-        if land.engine_id and land.engine_id != found.engine_id:
-            reason = (
-                f"remote_engine_id: the request says {land.engine_id!r}, {land.host}:{land.port} is {found.engine_id!r}"
-            )
-            return self._fail_opening(opening, "wrong_engine", reason)
-        if land.tp_size and land.tp_size != found.tp_size:
-            reason = f"remote_tp_size: the request says {land.tp_size}, {first.name} has {found.tp_size}"
-            return self._fail_opening(opening, "wrong_tp_size", reason)
+        other = opening.found_other(found, first.name)
+        if other is not None:
+            return self._fail_opening(opening, *other)
         me = self.identity
         peers = []
         for share in fan_in(me.rank, me.tp_size, found.tp_size, self._layout.total_heads):
@@ -315,7 +304,7 @@ class TransferCore:
         self._run(self._landings.open(destination, self._peers.up_keys(), self._clock()))
         return None
 
-    def _fail_opening(self, opening: _Opening, code: str, reason: str) -> None:
+    def _fail_opening(self, opening: Opening, code: str, reason: str) -> None:
         land = opening.land
         del self._openings[land.request]
         self._story.note(land.transfer_id, "failed", code=code, reason=reason)
@@ -368,19 +357,17 @@ class TransferCore:
         if not data:
             return  # a probe of the connection
         try:
-            message = codec.decode(data)
+            message = self._door.read(data)
         except codec.WireError as error:
-            log.error("%s rank %d: %s", self.identity.engine_id, self.identity.rank, error)
             self._channel.send(key, codec.encode(wire.Refuse(code="wire_error", reason=str(error))))
             return
         try:
             self._take(key, message)
-        except UnexpectedEvent as error:  # the peer's fault: no reason to end this engine
-            self._gone(key, error.code, str(error))
-        except (ArithmeticError, ValueError, TypeError, LookupError) as error:
+        except (UnexpectedEvent, ArithmeticError, ValueError, TypeError, LookupError) as error:
             # Numbers that pass the codec and make no sense further in: whatever a peer sends, this engine lives.
-            log.exception("%s rank %d: bad %s", self.identity.engine_id, self.identity.rank, type(message).__name__)
-            self._gone(key, "bad_message", f"its {type(message).__name__} could not be used: {error}")
+            reason = f"its {type(message).__name__} could not be used: {error}"
+            self._door.turned_away("unusable", reason)
+            self._gone(key, error.code if isinstance(error, UnexpectedEvent) else "bad_message", reason)
 
     def _take(self, key: str, message: wire.AnyMessage) -> None:
         now = self._clock()
@@ -389,7 +376,10 @@ class TransferCore:
             peer.heard_at = now
             if peer.stage is Stage.SILENT:
                 peer.stage = Stage.UP
-        if isinstance(message, Question):
+        if not self._door.admits(peer, message):
+            if peer is None and isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
+                self._peers.stranger(key)
+        elif isinstance(message, Question):
             self._channel.send(key, codec.encode(self._answers.to(message)))
         elif isinstance(message, wire.Abandon):
             self._abandon(key, message)
@@ -401,8 +391,7 @@ class TransferCore:
         elif isinstance(message, wire.Hello):
             self._peers.hello(key, message)
         elif peer is None:
-            if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
-                self._peers.stranger(key)
+            return
         elif isinstance(message, wire.Register):
             self._run(self._rendezvous.register(key, message, now, self._pace(peer)))
         elif isinstance(message, wire.Waiting):
@@ -424,8 +413,7 @@ class TransferCore:
         elif isinstance(message, wire.Welcome):
             self._peers.welcome(peer, message)
         elif isinstance(message, wire.Warm):
-            peer.told_warm = True
-            self._peers.check_warm(peer)
+            self._peers.warm(peer, message)
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
 
@@ -563,7 +551,7 @@ class TransferCore:
         self._driven_at = self._clock()
         if not self.busy():
             return
-        self._fabric.progress()
+        self._peers.noted(self._fabric.progress())
         self._peers.drive()
         for post, code, reason in self._posts.poll():
             if code:
