@@ -42,7 +42,7 @@ class Engine:
         return str(self.ranks[0].engine_id) if 0 in self.ranks else self.target.name
 
 
-async def ask(target: Target, api_key: str, key: AuthKey | None) -> tuple[Engine, list[Finding]]:
+async def ask(target: Target, api_key: str, key: AuthKey | None = None) -> tuple[Engine, list[Finding]]:
     """One engine, and what is wrong with reaching it. `api_key`: of its HTTP side, `key`: of its side channel."""
     engine, findings = Engine(target), []
     if target.url:

@@ -29,6 +29,8 @@ class HeadShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 def check_sane(layout: Layout) -> None:
     """Raises `CompatError` for memory that no rank can have, before anything is reckoned with its numbers."""
+    if layout.heads > layout.total_heads:
+        raise CompatError(f"heads: {layout.heads} on one rank, of {layout.total_heads} in all")
     for index, plane in enumerate(layout.planes):
         blocks, heads = (layout.num_blocks - 1) * plane.block_stride, (layout.heads - 1) * plane.head_stride
         end = plane.base + blocks + heads + layout.block_size * plane.token_bytes
