@@ -71,7 +71,7 @@ class Handshakes:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._dropped += value in _CLOSED
             if self._dropped >= 2:
-                return self._refused("has another key, or is no side channel" if self._key else "wants a key")
+                return self._refused("has another key or none, or is no side channel" if self._key else "wants a key")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value in _ANOTHER_KEY:
             return self._refused("has no key" if self._key else "wants a key")
         return None

@@ -7,7 +7,7 @@ most once per `_QUIET_S` and reason, and changes nothing. Owned by the transfer 
 | Reason | |
 |---|---|
 | `wrong_key` | a handshake with another key, or with none |
-| `no_handshake` | a connection that ended, or went silent, before it had said anything; port checks do that too |
+| `no_handshake` | a connection that ended, or went silent, in the handshake; port checks do that too |
 | `malformed` | bytes that are no message of this version |
 | `oversized` | more than `codec.MAX_BYTES` |
 | `not_greeted` | a registration, or what belongs to one, from a rank that has not greeted (any more) |
@@ -33,6 +33,10 @@ from kvferry.transfer.stats import Recorder
 log = logging.getLogger("kvferry.transfer")
 
 _QUIET_S = 10.0
+_UNINVITED = {
+    "wrong_key": "a connection with another key, or with none",
+    "no_handshake": "a connection that ended in the handshake, for want of a key or to see whether the port is open",
+}
 _OF_DECODE = wire.Register | wire.Waiting | wire.Cancel | wire.Fetched
 _OF_PREFILL = wire.Begin | wire.Seal | wire.Grant | wire.Landed | wire.Failed
 _OF_ASKERS = wire.Describe | wire.Inspect | wire.Why | wire.Abandon | wire.Watch | wire.Probe | wire.ProbeStep
@@ -67,21 +71,18 @@ class Door:
 
     def uninvited(self, reason: str) -> None:
         """The channel has turned somebody away, in the handshake or for a message of several frames."""
-        self.turned_away(
-            reason, "a connection with another key, or with none" if reason == "wrong_key" else "a connection"
-        )
+        self.turned_away(reason, _UNINVITED.get(reason, "a message of several frames, or noise"))
 
     def turned_away(self, reason: str, what: str) -> None:
         self._stats.turned_away(reason)
-        if reason == "no_handshake":
-            return  # mostly a look whether the port is open
         now = self._clock()
         last, kept = self._told.get(reason, (-_QUIET_S, 0))
         if now - last < _QUIET_S:
             self._told[reason] = (last, kept + 1)
             return
         more = f" (and {kept} more since the last of these lines)" if kept else ""
-        log.warning("%s: turned away on the side channel: %s: %s%s", self._name, reason, what, more)
+        level = logging.INFO if reason == "no_handshake" else logging.WARNING
+        log.log(level, "%s: turned away on the side channel: %s: %s%s", self._name, reason, what, more)
         self._told[reason] = (now, 0)
 
     def _objection(self, peer: Peer | None, message: wire.AnyMessage) -> str:
