@@ -65,10 +65,8 @@ async def serves(pair: Deployment, seed: int) -> None:
 
 
 def refusals(pair: Deployment, name: str) -> dict[str, float]:
-    rows = engine_metrics(pair.engine(name).url)
-    return {
-        labels["reason"]: value for sample, labels, value in rows if sample == "kvferry:side_channel_refusals_total"
-    }
+    rows, wanted = engine_metrics(pair.engine(name).url), "kvferry:side_channel_refusals_total"
+    return {labels["reason"]: value for sample, labels, value in rows if sample == wanted}
 
 
 async def test_up_makes_the_key_and_all_have_it(pair: Deployment) -> None:

@@ -166,9 +166,8 @@ async def test_client_leaves_while_decode_waits(legs: Legs) -> None:
             await asyncio.sleep(0.02)
     waiting.cancel()
     async with asyncio.timeout(2):
-        while (
-            verdict := await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))
-        ).state == "open":
+        d = legs.decode
+        while (verdict := await inquiry.why(*side_channel(d), transfer_id, key=key_of(d))).state == "open":
             await asyncio.sleep(0.02)
     assert (verdict.state, verdict.code) == ("failed", "cancelled")
     await at_baseline(legs, legs.decode, 2.0)
