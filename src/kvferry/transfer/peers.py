@@ -36,6 +36,7 @@ SCRATCH_BYTES = 64
 CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
 _REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
 _BARRED_S = 2.0  # so long one that has another key is not dialled, and requests that want it fail at once
+_MOST_EARLY = 256
 _WARM_S = 120.0  # a first access takes seconds at most
 
 _MIN_BEAT_S = 0.1  # however short the other side says its patience is
@@ -136,6 +137,7 @@ class Peers:
         self._identity, self._config, self._layout, self._scratch = identity, config, layout, scratch
         self._fabric, self._channel, self._clock = fabric, channel, clock
         self._metadata, self._door = fabric.metadata(), door
+        self._early: dict[PeerName, bytes] = {}  # notes from agents whose welcome is still to come
         self._barred: set[str] = set()  # what was said of keys that differ: once
         self._lose, self._up, self._refused, self._silent = lose, up, refused, silent
         self._standing = {parse_address(peer, "peers") for peer in config.peers}
@@ -242,7 +244,7 @@ class Peers:
             reason = f"decode engine {self._identity.engine_id} refuses {peer.name}: {error}"
             self._door.turned_away("bad_greeting", reason)
             return self.refuse(peer, error.code, reason)
-        peer.stage = Stage.WARMING
+        peer.stage, peer.note = Stage.WARMING, self._early.pop(peer.agent, b"")
         return self._warm_up(peer, "READ")
 
     def refuse(self, peer: Peer, code: str, reason: str) -> None:
@@ -291,7 +293,8 @@ class Peers:
             self._fabric.release(peer.warm_handle)
             peer.warm_handle = None
         dialled = peer.address is not None
-        if peer.warm_handle is None and peer.stage is Stage.WARMING and not peer.warmed and (peer.note or not dialled):
+        due = peer.note if dialled else peer.told_warm  # P is the last to say it, so that D drives its agent until then
+        if peer.warm_handle is None and peer.stage is Stage.WARMING and not peer.warmed and due:
             peer.warmed = True
             self.send(peer.key, Warm(echo=peer.note) if dialled else Warm())
         if peer.warmed and peer.told_warm and peer.stage is Stage.WARMING:
@@ -310,10 +313,14 @@ class Peers:
     def noted(self, notes: Sequence[Note]) -> None:
         """What came with others' accesses to our memory."""
         for agent, note in notes:
-            for peer in [one for one in self.by_key.values() if one.agent == agent and one.address is not None]:
-                if peer.stage is Stage.WARMING:
-                    peer.note = note
-                    self.check_warm(peer)
+            peers = [one for one in self.by_key.values() if one.agent == agent and one.stage is Stage.WARMING]
+            for peer in [one for one in peers if one.address is not None]:
+                peer.note, peer.warmed = note, False
+                self.check_warm(peer)
+            if not peers:  # it may be quicker than the welcome
+                self._early[agent] = note
+                while len(self._early) > _MOST_EARLY:
+                    del self._early[next(iter(self._early))]
 
     def cut(self, peer: Peer, reason: str) -> str:
         """Forget its agent; nothing more can be posted to it. What to tell people."""

@@ -133,6 +133,33 @@ def test_agent_of_another_engine_gets_no_registration(house, rogue):
     victim.close()
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_note_that_is_quicker_than_the_welcome_is_kept(house, stale):
+    """D's agent may be driven just then, for other transfers. A note of a greeting before is said back too, in vain."""
+    p = house.rank("P", "producer", PP)
+    house.network.hold = True
+    d = house.rank("D", "consumer", DP, peers=[f"127.0.0.1:{PP}"])
+    house.run(2)
+    house.network.deliver()
+    house.run(1)  # P greets, and writes
+    (of_p,) = p.core._peers.by_key.values()
+    notes = d.core._fabric.progress()
+    assert notes == [(p.core._fabric.name, of_p.note)]
+    if stale:
+        notes = [(p.core._fabric.name, b"of another time"), *notes]
+        d.core._peers.noted(notes[:1])
+        house.network.deliver()
+        house.run(2)
+        notes = notes[1:]
+    d.core._peers.noted(notes)
+    house.network.hold = False
+    house.network.deliver()
+    house.run()
+    assert d.core._peers.up_keys() and p.core._peers.up_keys()
+    works(house, p, d)
+    house.settled()
+
+
 @pytest.mark.parametrize("where", ["before", "after", "beside"])
 def test_memory_that_its_agent_has_not_registered_is_not_written_to(house, rogue, where):
     """Its layout reaches beyond what it registered: that peer is cut off, others don't notice."""
