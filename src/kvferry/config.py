@@ -53,6 +53,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     side_channel_port: int = 0
     """Port of rank 0; rank r listens on port + r. 0: $VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600."""
 
+    auth_key_file: str = ""
+    """File with the key that all engines and routers of a deployment share. Empty: $KVFERRY_AUTH_KEY_FILE, else the key
+    itself in $KVFERRY_AUTH_KEY, else none; then side_channel_host must be loopback."""
+
     peers: tuple[str, ...] = ()
     """Prefill side channels, 'host:port', that a decode engine connects to at start, off the first request's path."""
 

@@ -4,6 +4,7 @@ KVFerryError
 |- ConfigError           400 local   a setting or argument is wrong; names field, value, what was expected
 |- CompatError           409 remote  two engines cannot exchange KV; names the field and both values
 |- PeerUnreachable       503 remote  the other side's channel does not answer, or went away
+|  |- KeyRefused         503 remote  its side channel has another key than this side, or just one of the two has one
 |- TransferError         502 remote  one transfer ended without its KV
 |  |- TransferRefused    502 remote  the other side will not serve this transfer (unknown, ended, mode)
 |  |- TransferTimeout    504 remote  a stated time passed
@@ -51,6 +52,13 @@ class CompatError(KVFerryError):
 class PeerUnreachable(KVFerryError):
     http_status = 503
     code = "peer_unreachable"
+
+
+class KeyRefused(PeerUnreachable):
+    code = "wrong_key"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint or "give all engines and routers the same auth_key_file")
 
 
 class TransferError(KVFerryError):

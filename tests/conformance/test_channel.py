@@ -10,11 +10,14 @@ from collections import deque
 
 import pytest
 
+from kvferry.auth import AuthKey
 from kvferry.errors import ConfigError, PeerUnreachable
-from kvferry.transfer.channel import Down, Got, Up, ZmqChannel
+from kvferry.protocol.codec import MAX_BYTES
+from kvferry.transfer.channel import Barred, Down, Got, Uninvited, Up, ZmqChannel
 from kvferry.transfer.memory import MemoryNetwork
 
 LIMIT_S = 10.0
+KEY = AuthKey("k" * 32, "a test")
 
 
 class Sides:
@@ -47,7 +50,7 @@ class Sides:
                 self.seen[one].extend(e for e in one.poll(0.005) if not (isinstance(e, Got) and not e.data))
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "zmq with a key"])
 def sides(request):
     fds = len(os.listdir("/proc/self/fd"))
     ports = iter(range(1000, 2000))
@@ -55,11 +58,12 @@ def sides(request):
     if request.param == "memory":
         made = Sides(lambda host, port: network.channel(host, port or next(ports)))
     else:
-        made = Sides(ZmqChannel)
+        key = KEY if request.param == "zmq with a key" else None
+        made = Sides(lambda host, port: ZmqChannel(host, port, key))
     yield made
     for one in list(made.open):
         made.close(one)
-    if request.param == "zmq":
+    if request.param != "memory":
         assert len(os.listdir("/proc/self/fd")) <= fds, "descriptors leaked"
 
 
@@ -166,6 +170,32 @@ def test_poll_with_nothing_to_tell_returns_nothing(sides):
     assert list(sides.channel().poll(0.0)) == []
 
 
+@pytest.fixture
+def opened():
+    """Makes channels, and closes them however the test ends."""
+    made = []
+
+    def make(*args):
+        made.append(ZmqChannel(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def until_seen(channel, kind, *others):
+    """The first event of this kind; `others` are polled too."""
+    until = time.monotonic() + LIMIT_S
+    while True:
+        for event in channel.poll(0.02):
+            if isinstance(event, kind):
+                return event
+        for other in others:
+            other.poll(0.0)
+        assert time.monotonic() < until, f"no {kind.__name__}"
+
+
 # -- ZMQ only ----------------------------------------------------------------------------------------------------------
 
 
@@ -201,55 +231,172 @@ def test_wake_before_the_poll_is_not_lost(channel):
     assert time.monotonic() - started < 10.0
 
 
-def test_ipv6(channel):
+@pytest.mark.parametrize("key", [None, KEY])
+def test_ipv6(opened, key):
     if not socket.has_ipv6:
         pytest.skip("no IPv6 in this Python")
     try:
-        listener = ZmqChannel("::1", 0)
+        listener = opened("::1", 0, key)
     except ConfigError as error:
         pytest.skip(f"no ::1 here: {error}")
-    key = channel.dial("::1", listener.port)
-    until = time.monotonic() + LIMIT_S
-    while not any(isinstance(event, Up) for event in channel.poll(0.05)):
-        assert time.monotonic() < until
-    channel.send(key, b"six")
-    assert any(isinstance(event, Got) and event.data == b"six" for event in listener.poll(LIMIT_S))
-    listener.close()
+    channel = opened("127.0.0.1", 0, key)
+    at = channel.dial("::1", listener.port)
+    until_seen(channel, Up)
+    channel.send(at, b"six")
+    assert until_seen(listener, Got).data == b"six"
 
 
 def test_address_that_is_not_ours_is_named():
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:5600 cannot be used"):
-        ZmqChannel("192.0.2.1", 5600)
+        ZmqChannel("192.0.2.1", 5600, KEY)
 
 
-def test_bytes_that_are_no_zmq_do_no_harm(channel):
-    with socket.create_connection(("127.0.0.1", channel.port)) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(500))
-        channel.poll(0.05)
-    d = ZmqChannel("127.0.0.1", 0)
-    key = d.dial("127.0.0.1", channel.port)
-    until = time.monotonic() + LIMIT_S
-    while not any(isinstance(event, Up) for event in d.poll(0.05)):
-        assert time.monotonic() < until
-    d.send(key, b"fine")
-    while not any(isinstance(event, Got) and event.data == b"fine" for event in channel.poll(0.05)):
-        assert time.monotonic() < until
-    d.close()
+# -- uninvited ---------------------------------------------------------------------------------------------------------
+
+ANOTHER = AuthKey("a" * 32, "elsewhere")
 
 
-def test_message_of_many_frames_is_dropped(channel):
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (KEY, ANOTHER, f"it has another key or none, or is no side channel; this side has {ANOTHER}"),
+        (KEY, None, "it wants a key; this side has none"),
+        (None, KEY, f"; this side has {KEY}"),
+    ],
+    ids=["another key", "no key here", "no key there"],
+)
+def test_keys_that_differ_are_told_at_once_on_both_sides(opened, theirs, ours, said):
+    listener, dialler = opened("127.0.0.1", 0, theirs), opened("127.0.0.1", 0, ours)
+    started = time.monotonic()
+    key = dialler.dial("127.0.0.1", listener.port)
+    barred = until_seen(dialler, Barred)
+    assert time.monotonic() - started < 2.0
+    assert barred.key == key and barred.error.code == "wrong_key" and said in str(barred.error)
+    # Where just one has a key, both see that the mechanisms differ, and the slower one just that the other has left.
+    assert until_seen(listener, Uninvited).reason in (
+        "wrong_key",
+        *(["no_handshake"] if None in (ours, theirs) else []),
+    )
+    assert dialler.send(key, b"x") is False and dialler.poll(0.2) == [], "it isn't dialled again by itself"
+    assert [one for one in listener.poll(0.0) if isinstance(one, Got)] == []
+    listener.close()
+    works(dialler, opened("127.0.0.1", listener.port, ours))
+
+
+def works(dialler, listener):
+    at = dialler.dial("127.0.0.1", listener.port)
+    until_seen(dialler, Up, listener)
+    dialler.send(at, b"fine")
+    assert until_seen(listener, Got).data == b"fine"
+
+
+def test_a_listener_that_dies_in_one_handshake_has_no_other_key(opened):
+    """Once is no proof: the process may have been ended just then."""
+    with socket.socket() as dying:
+        dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        dying.bind(("127.0.0.1", 0))
+        dying.listen()
+        dialler = opened("127.0.0.1", 0, KEY)
+        dialler.dial(*dying.getsockname())
+        theirs, _ = dying.accept()
+        theirs.recv(10)
+        port = dying.getsockname()[1]
+    theirs.close()
+    assert [one for one in dialler.poll(0.1) if isinstance(one, Barred)] == []
+    works(dialler, opened("127.0.0.1", port, KEY))
+
+
+NOISE = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "random": bytes(range(256)) * 4,
+    "half a greeting": b"\xff\0\0\0\0",
+    "greeting of the plain mechanism": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48),
+    "curve and no hello": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x04\xc8\x05HELLO" + b"x" * 194,
+    "a frame of an exabyte": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x06" + b"\x0f" + b"\xff" * 7,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+@pytest.mark.parametrize("key", [None, KEY], ids=["open", "locked"])
+def test_bytes_that_are_no_side_channel_do_no_harm(opened, key, noise):
+    listener, d = opened("127.0.0.1", 0, key), opened("127.0.0.1", 0, key)
+    raws = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(20)]
+    for raw in raws:
+        raw.sendall(noise)
+    for raw in raws[::2]:
+        raw.close()
+    heard = list(listener.poll(0.1))
+    works(d, listener)
+    assert [one for one in heard if isinstance(one, Got)] == []
+    for raw in raws:
+        raw.close()
+
+
+def test_thousands_that_come_and_go_while_the_owner_is_busy(opened, channel):
+    """Each leaves word for the owner, who doesn't poll. libzmq must go on: its thread carries everything else too."""
+    other = opened("127.0.0.1", 0)
+    at = channel.dial("127.0.0.1", other.port)
+    until_seen(channel, Up)
+    for _ in range(80):  # many at once are quicker
+        raws = [socket.socket() for _ in range(40)]
+        for raw in raws:
+            raw.setblocking(False)
+            raw.connect_ex(("127.0.0.1", channel.port))
+        for raw in raws:
+            raw.close()
+    assert channel.send(at, b"still")
+    assert until_seen(other, Got).data == b"still"
+
+
+@pytest.mark.parametrize("size", [MAX_BYTES + 1, 2 * MAX_BYTES + 1])
+def test_too_large_a_message_is_seen_or_ends_its_connection(opened, size):
+    """The owner refuses the first one; the second is never put together."""
+    listener, d = opened("127.0.0.1", 0, KEY), opened("127.0.0.1", 0, KEY)
+    at = d.dial("127.0.0.1", listener.port)
+    until_seen(d, Up)
+    d.send(at, bytes(size))
+    if size < 2 * MAX_BYTES:
+        assert len(until_seen(listener, Got, d).data) == size
+    else:
+        assert until_seen(d, Down, listener).key == at
+        assert not any(isinstance(one, Got) for one in listener.poll(0.0))
+
+
+def test_message_of_many_frames_is_turned_away(channel):
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(f"tcp://127.0.0.1:{channel.port}")
         stranger.send_multipart([b"a", b"b"])
+        stranger.send_multipart([b""] * 1000)
         stranger.send(b"c")
         until, got = time.monotonic() + LIMIT_S, []
-        while not got:
-            got += [event.data for event in channel.poll(0.05) if isinstance(event, Got)]
+        while len(got) < 3:
+            got += list(channel.poll(0.05))
             assert time.monotonic() < until
-        assert got == [b"c"]
+        assert got[:2] == [Uninvited("malformed")] * 2 and got[2].data == b"c"
+
+
+def test_one_that_says_nothing_is_let_go(opened, monkeypatch):
+    monkeypatch.setattr("kvferry.transfer.channel._HANDSHAKE_MS", 100)
+    listener = opened("127.0.0.1", 0, KEY)
+    with socket.create_connection(("127.0.0.1", listener.port)) as raw:
+        assert until_seen(listener, Uninvited).reason == "no_handshake"
+        raw.settimeout(LIMIT_S)
+        while raw.recv(100):
+            pass  # its greeting; then the end
+
+
+def test_without_a_key_there_is_no_listener_beyond_loopback(caplog):
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        with pytest.raises(ConfigError, match="binds to loopback only"):
+            ZmqChannel(host, 0)
+    with caplog.at_level("WARNING"):
+        ZmqChannel("127.0.0.1", 0).close()
+        ZmqChannel("127.0.0.1", 0, KEY).close()
+    assert len([one for one in caplog.records if "loopback only" in one.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("host", ["a b c", "*"])

@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from nixl_tier import BLOCK, BLOCKS, Child, free_port, rank_child
+from nixl_tier import BLOCK, BLOCKS, Child, free_port, liar_child, rank_child
 
 from kvferry.transfer import commands as cmd
 
@@ -145,3 +145,31 @@ def test_killed_d_frees_the_source_by_its_lease(start):
     assert (result.ok, result.code) == (False, "lease_lapsed")
     pair.nothing_held(pair.p)
     assert pair.p.ask("open")["peers"] == 0
+
+
+@pytest.mark.parametrize("what", ["memory that it has not registered", "the agent of another"])
+def test_a_registration_names_only_memory_of_its_own_engine(start, what):
+    """One that has the key, and lies: P refuses it, writes nothing, and goes on serving D over the same NIXL agent."""
+    pair = start("push", lease_s=2.0)
+    pair.d.ask("fill", 3)
+    theirs = pair.d.ask("blocks", range(BLOCKS))
+    liar = Child(liar_child, pair.p_port, pair.d_port, what)
+    try:
+        assert liar.receive() == "said"
+        pair.expect("stolen")
+        pair.ready("stolen", (1, 2), 2 * BLOCK)
+        (sent,) = pair.p.ask("results", 1, 10.0)
+        heard = liar.ask("heard")
+        assert not sent.ok and sent.code == ("write_failed" if "memory" in what else "lease_lapsed")
+        assert heard[-1] == "Refuse" or "Landed" not in heard
+    finally:
+        liar.stop()
+    assert pair.d.ask("blocks", range(BLOCKS)) == theirs
+    pair.p.ask("fill", 4)
+    pair.land("t", (5, 6), 2 * BLOCK)
+    pair.expect("t")
+    pair.ready("t", (1, 2), 2 * BLOCK)
+    (received,) = pair.d.ask("results", 1, 20.0)
+    assert received.ok and pair.d.ask("blocks", (5, 6)) == pair.p.ask("blocks", (1, 2))
+    assert pair.p.ask("results", 1, 10.0)[0].ok
+    pair.nothing_held(pair.p, pair.d)

@@ -195,3 +195,86 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
             leaked = [one.name for one in set(threading.enumerate()) - threads]
             pipe.send(leaked)
             return
+
+
+# -- one that lies ---------------------------------------------------------------------------------------------------
+
+
+def liar_child(pipe: Any, p_port: int, d_port: int, what: str) -> None:
+    """Greets P as a decode rank, and registers for transfer 'stolen'. Its layout is that of D at `d_port`: beyond what
+    its own agent has registered; or the agent is said to be P's own, whose metadata `Welcome` brings. Calls: heard."""
+    import zmq
+
+    from kvferry.protocol import codec
+    from kvferry.protocol import messages as wire
+    from kvferry.transfer.nixl import NixlFabric
+
+    context = zmq.Context()
+
+    def dial(port: int) -> Any:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        return socket
+
+    memory = np.zeros(1 << 16, np.uint8)
+    fabric = NixlFabric("liar")
+    fabric.register([(memory.ctypes.data, memory.nbytes)], "cpu")
+    heard: list[Any] = []
+
+    def hear(socket: Any, kind: type | None, seconds: float = WAIT_S) -> Any:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            notes.extend(note for _, note in fabric.progress())
+            if socket.poll(2) and (data := socket.recv()):
+                heard.append(codec.decode(data))
+                if type(heard[-1]) is kind:
+                    return heard[-1]
+        assert kind is None, f"no {kind}: {heard}"
+        return None
+
+    notes: list[bytes] = []
+    asker = dial(d_port)
+    asker.send(codec.encode(wire.Inspect()))
+    layout = hear(asker, wire.Inspection).layout
+    facts = dict(life=1, engine_id="liar", rank=0, tp_size=1, layout=layout, silence_s=30.0, dialled="x")
+    own = dict(agent=fabric.metadata(), scratch=memory.ctypes.data)
+    p = dial(p_port)
+    p.send(codec.encode(wire.Hello(**facts, **own)))
+    welcome = hear(p, wire.Welcome)
+    if "agent" in what:
+        p = dial(p_port)
+        lie = dict(life=2, agent=welcome.agent, scratch=welcome.scratch, layout=welcome.layout)
+        p.send(codec.encode(wire.Hello(**{**facts, **own, **lie})))
+        hear(p, None, 1.0)
+        echo = b"0" * 16
+    else:
+        hear(p, wire.Warm)
+        while not notes:
+            hear(p, None, 0.05)
+        echo = notes[-1]
+    p.send(codec.encode(wire.Warm(echo=echo)))
+    ids = (3, 4)
+    tokens = len(ids) * BLOCK
+    p.send(
+        codec.encode(
+            wire.Register(
+                reg_id=1,
+                transfer_id="stolen",
+                mode="push",
+                start_token=0,
+                end_token=tokens,
+                block_ids=ids,
+                legs=1,
+                credit=1,
+            )
+        )
+    )
+    hear(p, None, 0.3)
+    pipe.send("said")
+    while pipe.recv() != ("close",):
+        hear(p, None, 0.5)
+        pipe.send([type(one).__name__ for one in heard])
+    for one in (asker, p):
+        one.close()
+    fabric.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.auth import AuthKey, load_key
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.launch.deployment import Deployment, RunningEngine
 from kvferry.launch.spec import DeploymentSpec
@@ -30,6 +31,11 @@ class Reply:
 def side_channel(engine: RunningEngine) -> tuple[str, int]:
     host, _, port = engine.side_channel.rpartition(":")
     return host, int(port)
+
+
+def key_of(engine: RunningEngine) -> AuthKey | None:
+    """Of its side channel."""
+    return load_key(str(engine.auth_key_file))
 
 
 def source_params(transfer_id: TransferId, mode: str, **more: Any) -> dict[str, Any]:

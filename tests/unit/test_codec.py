@@ -6,91 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wire_examples import EXAMPLES, mutated
 
 from kvferry.protocol import codec
 from kvferry.protocol import messages as wire
-
-PLANE = wire.Plane(base=2**47, block_stride=4096, head_stride=512, token_bytes=256)
-LAYOUT = wire.Layout(
-    planes=(PLANE, PLANE),
-    num_blocks=9,
-    block_size=16,
-    heads=2,
-    total_heads=4,
-    divisible=True,
-    device="cpu",
-    fingerprint={"model": "m"},
-)
-GREETING = dict(
-    life=2**62, engine_id="e", rank=1, tp_size=2, layout=LAYOUT, agent=b"\0\xff", scratch=2**47, silence_s=30.0
-)
-POINT = wire.Point(op="GET", scattered=True, nbytes=4096, median_s=2e-5, fastest_s=1e-5, repeats=3)
-HALF = wire.Half(
-    machine="m",
-    device="cpu",
-    routes=(wire.Route(op="PUT", least=0, most=None, how="zero-copy", via="cma/memory"),),
-    untold="",
-    ucx_version="1.21.0",
-    rdma_devices=("mlx5_0",),
-    efa="absent",
-)
-REACH = wire.Reach(agent=b"\0\xff", base=2**47, device="cuda:1")
-EXAMPLES: list[wire.Message] = [
-    wire.Hello(dialled="p.example:5600", **GREETING),
-    wire.Welcome(**GREETING),
-    wire.Warm(),
-    wire.Refuse(code="c", reason="r"),
-    wire.Beat(),
-    wire.Register(
-        reg_id=1, transfer_id="t", mode="push", start_token=0, end_token=7, block_ids=(3, 1), legs=1, credit=4
-    ),
-    wire.Waiting(transfer_id="t"),
-    wire.Cancel(reg_id=1, reason="r"),
-    wire.Fetched(reg_id=1, ok=True),
-    wire.Begin(reg_id=1, sealed=True),
-    wire.Seal(reg_id=1, end_token=40, attempt=2),
-    wire.Watch(transfer_id="t", percent=50),
-    wire.Reached(transfer_id="t", tokens=20, of=40, ended=False),
-    wire.Grant(reg_id=1, block_ids=(1, 2)),
-    wire.Landed(reg_id=1, nbytes=2**40, descriptors=3),
-    wire.Failed(reg_id=1, code="c", reason="ü"),
-    wire.StageAsk(
-        stage_id=1, reg_id=2, start_token=0, end_token=7, first_plane=0, end_plane=None, slots=4, slot_bytes=2**21
-    ),
-    wire.StageLent(stage_id=1, slots=(2**47, 2**47 + 2**21)),
-    wire.Staged(stage_id=1, slot=3, first=256, count=256, source=2**47),
-    wire.Unstaged(stage_id=1, slot=3),
-    wire.Describe(),
-    wire.Description(
-        engine_id="e", life=1, rank=0, tp_size=1, role="both", mode="pull", block_size=16, version="0.1.0"
-    ),
-    wire.Abandon(transfer_id="t", reason="r"),
-    wire.Abandoned(transfer_id="t", known=False),
-    wire.Why(transfer_id="t"),
-    wire.Verdict(transfer_id="t", state="ok", code="", reason=""),
-    wire.Inspect(),
-    wire.Inspection(
-        engine_id="e",
-        life=1,
-        rank=0,
-        tp_size=1,
-        role="both",
-        mode="pull",
-        background=True,
-        layout=LAYOUT,
-        backends=("UCX",),
-        versions={"kvferry": "0.1.0"},
-        machine="m",
-        wall_s=1.5e9,
-    ),
-    wire.Probe(host="h", port=5600, sizes=(4096, 8192), piece=4096, limit_s=9.5),
-    wire.Probed(failure="", points=(POINT,), decode=HALF, prefill=HALF),
-    wire.ProbeTarget(probe_id="p", reach=REACH, sizes=(4096,), piece=4096, limit_s=9.5),
-    wire.ProbeReady(probe_id="p", reach=REACH),
-    wire.ProbeNext(probe_id="p"),
-    wire.ProbeTimes(probe_id="p", points=(POINT,), half=HALF),
-    wire.ProbeFailed(probe_id="p", reason="r"),
-]
 
 
 def head(version: int = codec.VERSION) -> bytes:
@@ -149,3 +68,57 @@ def test_garbage_is_a_wire_error_and_nothing_else(data, framed):
         codec.decode(head() + data if framed else data)
     except codec.WireError:
         pass
+
+
+@given(mutated())
+def test_a_message_that_was_tampered_with_is_one_again_or_a_wire_error(data):
+    try:
+        message = codec.decode(data)
+    except codec.WireError:
+        return
+    assert codec.decode(codec.encode(message)) == message
+
+
+def test_more_bytes_than_any_message_has_are_not_looked_at():
+    with pytest.raises(codec.OversizedError, match=f"at most {codec.MAX_BYTES}"):
+        codec.decode(codec.encode(wire.Refuse(code="c", reason="x" * codec.MAX_BYTES)))
+    largest = wire.Grant(reg_id=1, block_ids=tuple(range(2**31, 2**31 + 1_000_000)))
+    assert codec.decode(codec.encode(largest)) == largest
+
+
+def test_nesting_without_end_is_a_wire_error():
+    """In a field that the decoder has to skip over; it would end the engine otherwise."""
+    for nest in (b"\x91" * 100_000 + b"\x01", b"\x81\xa1x" * 100_000 + b"\x01"):
+        with pytest.raises(codec.WireError):
+            codec.decode(head() + b"\x82\xa4type\xa4Beat\xa1z" + nest)
+
+
+def test_lengths_that_are_not_there_take_no_memory():
+    """A list that says it has four billion entries."""
+    for field in (b"\xa9block_ids\xdd", b"\xa7novelty\xdf", b"\xa6reason\xdb"):
+        with pytest.raises(codec.WireError):
+            codec.decode(head() + b"\x83\xa4type\xa5Grant\xa6reg_id\x01" + field + b"\xff" * 4)
+
+
+@pytest.mark.parametrize(
+    ("example", "field", "value"),
+    [
+        ("Register", "legs", 0),
+        ("Register", "legs", 5000),
+        ("Register", "end_token", -1),
+        ("Register", "start_token", 2**63),
+        ("Register", "block_ids", [3, -1]),
+        ("Register", "transfer_id", "x" * 513),
+        ("Hello", "tp_size", 2**40),
+        ("Hello", "silence_s", float("nan")),
+        ("Hello", "silence_s", float("inf")),
+        ("Description", "tp_size", 2**40),
+        ("Abandon", "reason", "x" * 5000),
+        ("Warm", "echo", b"x" * 65),
+    ],
+)
+def test_numbers_that_would_cost_dearly_further_in_are_refused(example, field, value):
+    (message,) = [one for one in EXAMPLES if type(one).__name__ == example]
+    body = msgspec.msgpack.decode(codec.encode(message)[3:])
+    with pytest.raises(codec.WireError, match=field):
+        codec.decode(head() + msgspec.msgpack.encode({**body, field: value}))

@@ -11,6 +11,7 @@ from kvferry.launch import engine as engines
 from kvferry.launch.engine import UNIPROC, Engine
 from kvferry.launch.routing import router_command
 from kvferry.launch.spec import DeploymentSpec, arg_value, served_name, tensor_parallel
+from kvferry.launch.state import StateDir
 
 PREFILL = Engine("prefill-0", "prefill", 8100, 5600, 1, 0)
 DECODE = Engine("decode-0", "decode", 8200, 5700, 1, 1)
@@ -90,6 +91,7 @@ def test_kvferry_config_per_role(tmp_path: Path) -> None:
             "side_channel_host": "127.0.0.1",
             "side_channel_port": 5600,
             "story_dir": str(tmp_path / "story"),
+            "auth_key_file": str(tmp_path / "auth.key"),
             "lease_s": 3,
         },
     }
@@ -143,17 +145,19 @@ def test_engine_command_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_router_command_names_every_engine_and_the_dialect(tmp_path: Path) -> None:
     spec = DeploymentSpec(mode="pull-inline", router_args=["--request-timeout", "9"])
-    line = router_command(spec, [PREFILL, DECODE], spec.check(), 8000, tmp_path)
+    line = router_command(spec, [PREFILL, DECODE], spec.check(), 8000, StateDir(tmp_path))
+    assert arg_value(line, "--auth-key-file") == str(tmp_path / "auth.key")
     assert arg_value(line, "--prefill") == "http://127.0.0.1:8100,side_channel=127.0.0.1:5600,engine_id=prefill-0,tp=1"
     assert (arg_value(line, "--connector"), arg_value(line, "--mode")) == ("kvferry", "pull")
     assert line[-2:] == ["--request-timeout", "9"]
     plain = DeploymentSpec(mode="colocated")
-    line = router_command(plain, [PLAIN], plain.check(), 8000, tmp_path)
+    line = router_command(plain, [PLAIN], plain.check(), 8000, StateDir(tmp_path))
+    assert arg_value(line, "--auth-key-file") is None
     assert arg_value(line, "--decode") == "http://127.0.0.1:8300"
     assert (arg_value(line, "--connector"), arg_value(line, "--mode")) == ("none", "colocated")
     assert arg_value(line, "--bind") is None
     streams = DeploymentSpec(mode="stream", bind="at=50")
-    line = router_command(streams, [PREFILL, DECODE], streams.check(), 8000, tmp_path)
+    line = router_command(streams, [PREFILL, DECODE], streams.check(), 8000, StateDir(tmp_path))
     assert (arg_value(line, "--mode"), arg_value(line, "--bind")) == ("stream", "at=50")
 
 

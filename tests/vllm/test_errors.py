@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from vllm_tier import Legs, at_baseline, deployed, landing_params, metric, side_channel, source_params
+from vllm_tier import Legs, at_baseline, deployed, key_of, landing_params, metric, side_channel, source_params
 
 from kvferry.errors import LaunchError
 from kvferry.ids import new_transfer_id
@@ -53,7 +53,7 @@ async def fails(legs: Legs, params: dict[str, Any], at_least_s: float = 0.0) -> 
     took = time.monotonic() - started
     assert reply.status == 500 and reply.body["error"]["message"]
     assert at_least_s <= took < 5.0
-    return await inquiry.why(*side_channel(legs.decode), params["transfer_id"])
+    return await inquiry.why(*side_channel(legs.decode), params["transfer_id"], key=key_of(legs.decode))
 
 
 async def test_modes_differ(legs: Legs) -> None:
@@ -129,7 +129,7 @@ async def test_no_registration_ever_comes(legs: Legs, pair: Deployment) -> None:
     reply = await legs.ask(legs.prefill, PROMPT, 1, source_params(transfer_id, "push"))
     assert reply.status == 200 and await metric(legs, legs.prefill, "kv_cache_usage_perc") > 0
     await at_baseline(legs, legs.prefill, LEASE_S + 1.5)
-    verdict = await inquiry.why(*side_channel(legs.prefill), transfer_id)
+    verdict = await inquiry.why(*side_channel(legs.prefill), transfer_id, key=key_of(legs.prefill))
     assert (verdict.state, verdict.code) == ("failed", "lease_lapsed")
     events = {line["event"]: line["t"] for line in read_story(Path(pair.spec.state_dir) / "story", transfer_id)}
     assert LEASE_S - 0.05 <= events["released"] - events["computed"] < LEASE_S + 0.5
@@ -152,7 +152,7 @@ async def test_abandoned_by_the_router(legs: Legs) -> None:
     """C31, C59: nobody will come for it, and P is told: it doesn't wait for the lease."""
     transfer_id = new_transfer_id()
     await legs.ask(legs.prefill, PROMPT, 1, source_params(transfer_id, "pull"))
-    assert await inquiry.abandon(*side_channel(legs.prefill), transfer_id, "the client left")
+    assert await inquiry.abandon(*side_channel(legs.prefill), transfer_id, "the client left", key=key_of(legs.prefill))
     await at_baseline(legs, legs.prefill, 2.0)
 
 
@@ -162,11 +162,12 @@ async def test_client_leaves_while_decode_waits(legs: Legs) -> None:
     params = landing_params(transfer_id, "push", legs.prefill)
     waiting = asyncio.create_task(legs.ask(legs.decode, PROMPT, 4, params))
     async with asyncio.timeout(5):
-        while (await inquiry.why(*side_channel(legs.decode), transfer_id)).state != "open":
+        while (await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))).state != "open":
             await asyncio.sleep(0.02)
     waiting.cancel()
     async with asyncio.timeout(2):
-        while (verdict := await inquiry.why(*side_channel(legs.decode), transfer_id)).state == "open":
+        d = legs.decode
+        while (verdict := await inquiry.why(*side_channel(d), transfer_id, key=key_of(d))).state == "open":
             await asyncio.sleep(0.02)
     assert (verdict.state, verdict.code) == ("failed", "cancelled")
     await at_baseline(legs, legs.decode, 2.0)
@@ -229,7 +230,7 @@ async def test_stopped_prefill_engine_keeps_its_claim_on_the_blocks(legs: Legs) 
     try:
         reply = await asyncio.wait_for(landing, LEASE_S + 3)
         assert reply.status == 500
-        verdict = await inquiry.why(*side_channel(legs.decode), transfer_id)
+        verdict = await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))
         assert (verdict.state, verdict.code) == ("failed", "peer_gone") and "silent for 3 s" in verdict.reason
         assert (await legs.ask(legs.decode, PROMPT, 4)).status == 200
         assert await metric(legs, legs.decode, "kv_cache_usage_perc") > 0, "given back while P could still write"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import aiohttp
-from vllm_tier import Legs, deployed, landing_params, side_channel
+from vllm_tier import Legs, deployed, key_of, landing_params, side_channel
 
 from kvferry.ids import new_transfer_id
 from kvferry.launch.deployment import Deployment
@@ -44,7 +44,7 @@ async def check(deployment: Deployment, mode: str) -> None:
         params = landing_params(transfer_id, mode, legs.prefill)
         waiting = asyncio.create_task(legs.ask(legs.decode, list(range(500, 900)), 4, params))
         async with asyncio.timeout(5):
-            while (await inquiry.why(*side_channel(legs.decode), transfer_id)).state != "open":
+            while (await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))).state != "open":
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.5)
         used = await shares(legs.prefill.pids() + legs.decode.pids())

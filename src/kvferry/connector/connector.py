@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvferry.auth import load_key
 from kvferry.config import connector_config
 from kvferry.connector.blocks import describe
 from kvferry.connector.compat import (
@@ -67,7 +68,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config, transfer.kv_role, transfer.engine_id, tp_size, self._block_size, story
             )
         else:
-            channel = ZmqChannel(config.side_channel_host, port + rank)
+            channel = ZmqChannel(config.side_channel_host, port + rank, load_key(config.auth_key_file))
             kind = transfer.kv_role.removeprefix("kv_")
             identity = Identity(EngineId(transfer.engine_id), rank, tp_size, kind)
             self._worker = WorkerSide(config, identity, channel, story)

@@ -8,15 +8,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import ConfigError
-from kvferry.ids import TransferId
-from kvferry.protocol.messages import Mode
+from kvferry.protocol.messages import Mode, Transfer
 
 
 class SourceParams(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill: `do_remote_decode`. `fan_out`: how many decode requests will take this KV (`n` of the client)."""
 
     do_remote_decode: Literal[True]
-    transfer_id: TransferId
+    transfer_id: Transfer
     mode: Mode | None = None
     fan_out: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
@@ -25,7 +24,7 @@ class LandingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Decode: `do_remote_prefill`, and where the prefill engine's side channel is."""
 
     do_remote_prefill: Literal[True]
-    transfer_id: TransferId
+    transfer_id: Transfer
     remote_host: str
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_engine_id: str = ""

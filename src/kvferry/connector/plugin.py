@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kvferry.auth import check_reach, load_key
 from kvferry.config import ConnectorConfig, connector_config
 from kvferry.errors import ConfigError, side_channel_taken
 
@@ -44,7 +45,9 @@ def preflight(argv: Sequence[str]) -> None:
     """Raises `ConfigError` for settings in vLLM's command line that the connector would refuse later."""
     transfer = _transfer_config(argv)
     if transfer.get("kv_connector") == "KVFerryConnector":
-        _check_port(connector_config(transfer.get("kv_connector_extra_config") or {}))
+        config = connector_config(transfer.get("kv_connector_extra_config") or {})
+        check_reach(config.side_channel_host, load_key(config.auth_key_file))
+        _check_port(config)
 
 
 def _transfer_config(argv: Sequence[str]) -> dict[str, Any]:

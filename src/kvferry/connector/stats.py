@@ -55,6 +55,7 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
             for side, outcomes in record.ended.items()
             for outcome, number in outcomes.items()
         }
+        out |= {f"turned away: {reason}": number for reason, number in record.turned_away.items()}
         if record.failed_posts:
             out["Failed posts"] = record.failed_posts
         if record.nbytes:

@@ -84,7 +84,7 @@ class WorkerSide:
         fabric = make(self.identity.engine_id)
         name = f"{self.identity.engine_id} rank {self.identity.rank}"
         channel = self._channel
-        prober = Prober(name, make, layout.device, channel.host, channel.port, channel.wake)
+        prober = Prober(name, make, layout.device, channel.host, channel.port, channel.wake, channel.key)
         fabric.register([*caches.regions, *areas.regions], layout.device)
 
         def make_core(deliver: Callable[[Result], None]) -> TransferCore:
@@ -94,12 +94,13 @@ class WorkerSide:
 
         self._transfers = TransferThread(make_core) if self.config.background else InlineTransfers(make_core)
         log.info(
-            "%s rank %d: side channel %s:%d, mode %s, %d planes of %d blocks of %d tokens, a lone block is %d regions, "
-            "%.0f MiB registered",
+            "%s rank %d: side channel %s:%d, %s, mode %s, %d planes of %d blocks of %d tokens, a lone block is %d "
+            "regions, %.0f MiB registered",
             self.identity.engine_id,
             self.identity.rank,
             channel.host,
             channel.port,
+            channel.key or "no key: loopback only",
             self.config.mode,
             len(layout.planes),
             layout.num_blocks,

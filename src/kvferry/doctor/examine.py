@@ -8,6 +8,7 @@ from itertools import product
 
 import msgspec
 
+from kvferry.auth import AuthKey
 from kvferry.doctor import fit, path, predict
 from kvferry.doctor.findings import Finding, exit_code, ok, warn
 from kvferry.doctor.path import Way
@@ -25,7 +26,8 @@ PROBE_S = 55.0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for. `ttft_ms` None: no objective; `expected` '': no transport in particular."""
+    """What the user asked for. `ttft_ms` None: no objective; `expected` '': no transport in particular. `key`: of the
+    side channels."""
 
     prefills: tuple[Target, ...]
     decodes: tuple[Target, ...]
@@ -33,6 +35,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None
     expected: str
     api_key: str
+    key: AuthKey | None = None
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +68,8 @@ async def examine(order: Order, tell: Callable[[Finding], None]) -> Report:
             findings.append(one)
             tell(one)
 
-    asked = await asyncio.gather(*(ask(target, order.api_key) for target in (*order.prefills, *order.decodes)))
+    targets = (*order.prefills, *order.decodes)
+    asked = await asyncio.gather(*(ask(target, order.api_key, order.key) for target in targets))
     for engine, found in asked:
         if engine.complete:
             found += fit.judge_one(engine.target, engine.ranks)
@@ -90,7 +94,7 @@ async def _pair(order: Order, prefill: Engine, decode: Engine, note: Callable[..
     note(*fits)
     ways = []
     for way in _ways(prefill, decode):
-        probed = msgspec.structs.replace(way, probed=await _probe(prefill, decode, way))
+        probed = msgspec.structs.replace(way, probed=await _probe(prefill, decode, way, order.key))
         ways.append(probed)
         note(*path.judge(probed, order.expected))
     predictions: list[Prediction] = []
@@ -140,13 +144,13 @@ def _ways(prefill: Engine, decode: Engine) -> Sequence[Way]:
     ]
 
 
-async def _probe(prefill: Engine, decode: Engine, way: Way) -> Probed:
+async def _probe(prefill: Engine, decode: Engine, way: Way, key: AuthKey | None) -> Probed:
     """Through D's rank, to P's rank at the address under which the router will name it."""
     p, d = prefill.target, decode.target
     question = Probe(
         host=p.host, port=p.port + way.p_rank, sizes=SIZES, piece=predict.PIECE_BYTES, limit_s=PROBE_S - LIMIT_S
     )
     try:
-        return await inquiry.probe(d.host, d.port + way.d_rank, question, PROBE_S)
+        return await inquiry.probe(d.host, d.port + way.d_rank, question, PROBE_S, key)
     except PeerUnreachable as error:
         return Probed(failure=str(error))

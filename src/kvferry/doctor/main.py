@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from kvferry.auth import KEY_HELP, load_key
 from kvferry.doctor import report
 from kvferry.doctor.examine import Order, examine
 from kvferry.doctor.path import TRANSPORTS
@@ -41,11 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"warn unless both directions take this one: {', '.join(TRANSPORTS)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same facts there")
+    parser.add_argument("--auth-key-file", default="", metavar="FILE", help=KEY_HELP)
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VLLM_API_KEY", ""),
         metavar="KEY",
-        help="the engines' key (default: $VLLM_API_KEY)",
+        help="the key of the engines' HTTP side (default: $VLLM_API_KEY)",
     )
 
 
@@ -65,6 +67,7 @@ def order_of(args: argparse.Namespace) -> Order:
         ttft_ms=args.ttft,
         expected=args.expect_transport,
         api_key=args.api_key,
+        key=load_key(args.auth_key_file),
     )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import aiohttp
 
+from kvferry.auth import AuthKey
 from kvferry.doctor.findings import Finding, fail, ok, warn
 from kvferry.doctor.target import Target, address
-from kvferry.errors import PeerUnreachable
+from kvferry.errors import KeyRefused, PeerUnreachable
 from kvferry.protocol.messages import Inspection
 from kvferry.transfer import inquiry
 
@@ -41,15 +42,18 @@ class Engine:
         return str(self.ranks[0].engine_id) if 0 in self.ranks else self.target.name
 
 
-async def ask(target: Target, api_key: str) -> tuple[Engine, list[Finding]]:
-    """One engine, and what is wrong with reaching it."""
+async def ask(target: Target, api_key: str, key: AuthKey | None = None) -> tuple[Engine, list[Finding]]:
+    """One engine, and what is wrong with reaching it. `api_key`: of its HTTP side, `key`: of its side channel."""
     engine, findings = Engine(target), []
     if target.url:
         findings += await _http(engine, api_key)
-    findings.append(await _rank(engine, 0))
+    findings.append(await _rank(engine, 0, key))
     if 0 in engine.ranks:
         others = range(1, engine.ranks[0].tp_size)
-        findings += await asyncio.gather(*(_rank(engine, rank) for rank in others))
+        findings += await asyncio.gather(*(_rank(engine, rank, key) for rank in others))
+    if engine.complete:
+        said = f"it has this side's {key}" if key else "none: its side channel is on loopback, open to all users there"
+        findings.append(ok("key", target.name, said))
     return engine, findings
 
 
@@ -80,7 +84,7 @@ async def _http(engine: Engine, api_key: str) -> list[Finding]:
     return [ok("http", target.name, f"healthy, serves {', '.join(engine.models)}")]
 
 
-async def _rank(engine: Engine, rank: int) -> Finding:
+async def _rank(engine: Engine, rank: int, key: AuthKey | None) -> Finding:
     """Ask one rank, and note its answer in `engine`."""
     target = engine.target
     host, port = target.host, target.port + rank
@@ -96,7 +100,11 @@ async def _rank(engine: Engine, rank: int) -> Finding:
         return fail("side channel", where, f"{place}: {closed}", todo)
     began, wall = time.perf_counter(), time.time()
     try:
-        about = await inquiry.inspect(host, port, LIMIT_S)
+        about = await inquiry.inspect(host, port, LIMIT_S, key)
+    except KeyRefused as error:
+        return fail(
+            "key", where, error.message, "one key for all engines and routers; the doctor takes it with --auth-key-file"
+        )
     except PeerUnreachable as error:
         said = error.message if "refuses" in error.message else f"{place} takes connections but does not answer"
         todo = "is it the side channel of KVFerryConnector, of this kvferry's version, and not the HTTP port?"

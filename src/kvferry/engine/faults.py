@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from kvferry.auth import AuthKey
 from kvferry.engine.memory import KvMemory
 from kvferry.errors import ConfigError
 from kvferry.ids import TransferId
@@ -160,8 +161,8 @@ class FaultyStory(Story):
 
 
 class FaultyChannel(ZmqChannel):
-    def __init__(self, faults: Faults, host: str, port: int) -> None:
-        super().__init__(host, port)
+    def __init__(self, faults: Faults, host: str, port: int, key: AuthKey | None = None) -> None:
+        super().__init__(host, port, key)
         self._faults = faults
         self._late: deque[tuple[float, ChannelKey, bytes]] = deque()
 
@@ -214,10 +215,17 @@ class FaultyFabric:
         )
 
     def post(
-        self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
+        self,
+        op: Op,
+        peer: PeerName,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        remote_device: str,
+        note: bytes = b"",
     ) -> Handle:
         begun = time.monotonic()
-        handle = self._fabric.post(op, peer, local, remote, nbytes, remote_device)
+        handle = self._fabric.post(op, peer, local, remote, nbytes, remote_device, note)
         self._slow(op, handle, begun)
         return handle
 

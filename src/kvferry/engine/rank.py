@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.auth import load_key
 from kvferry.config import connector_config
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.content import U64
@@ -102,7 +103,8 @@ class Rank:
         settings = connector_config(transfer.get("kv_connector_extra_config") or {})
         role, config = str(transfer["kv_role"]), self.config
         story = FaultyStory(self.faults, settings.story_dir or None, story_side(role), self.rank)
-        channel = FaultyChannel(self.faults, settings.side_channel_host, settings.side_channel_port + self.rank)
+        host, port = settings.side_channel_host, settings.side_channel_port + self.rank
+        channel = FaultyChannel(self.faults, host, port, load_key(settings.auth_key_file))
         identity = Identity(EngineId(transfer["engine_id"]), self.rank, config.tp, role.removeprefix("kv_"))
         worker = WorkerSide(settings, identity, channel, story)
         make_fabric = MakeFabric(self.faults, settings.backends, settings.num_threads)

@@ -202,6 +202,7 @@ def status(args: argparse.Namespace) -> int:
         "launcher_pid": state.launcher_pid,
         "state_dir": str(folder.path),
         "story_dir": state.story_dir,
+        "auth_key_file": state.auth_key_file,
         "processes": rows,
     }
     if args.json:

@@ -39,8 +39,9 @@ ROUTER = "router"
 class RunningEngine:
     """One engine of a deployment, as tests and the benchmark see it."""
 
-    def __init__(self, plan: Engine, process: ManagedProcess) -> None:
+    def __init__(self, plan: Engine, process: ManagedProcess, auth_key_file: Path) -> None:
         self.plan = plan
+        self.auth_key_file = auth_key_file
         self.process = process
         self.name = plan.name
         self.role = plan.role
@@ -119,9 +120,9 @@ class Deployment:
             argv = engines.command(self.spec, self.mode, plan, model, peers)
             env = engines.environment(self.spec, self.mode, plan, self._scratch)
             process = ManagedProcess(plan.name, argv, env, self.state_dir.logs / f"{plan.name}.log", self._guard)
-            self.engines.append(RunningEngine(plan, process))
+            self.engines.append(RunningEngine(plan, process, self.state_dir.auth_key))
         if self.spec.router:
-            argv = router_command(self.spec, plans, self.mode, router_port, self.state_dir.story)
+            argv = router_command(self.spec, plans, self.mode, router_port, self.state_dir)
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.env}
             self.router = ManagedProcess(ROUTER, argv, env, self.state_dir.logs / "router.log", self._guard)
         for engine in self.engines:
@@ -250,6 +251,7 @@ class Deployment:
                 launcher_pid=os.getpid(),
                 launcher_started=start_time(os.getpid()),
                 story_dir=str(self.state_dir.story),
+                auth_key_file=str(self.state_dir.auth_key),
                 processes=tuple(rows),
             )
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 from kvferry.launch.ports import LOOPBACK
 from kvferry.launch.spec import DeploymentSpec, Mode, Role, served_name, tensor_parallel
+from kvferry.launch.state import StateDir
 from kvferry.versions import package_version
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -108,6 +109,7 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
             "side_channel_host": LOOPBACK,
             "side_channel_port": engine.side_port,
             "story_dir": str(Path(spec.state_dir) / "story"),
+            "auth_key_file": str(StateDir(Path(spec.state_dir)).auth_key),
         }
         if engine.role == "decode":
             ours["peers"] = peers

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.auth import make_key_file
 from kvferry.errors import ConfigError
 from kvferry.launch.process import ManagedProcess
 
@@ -50,11 +51,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     launcher_pid: int
     launcher_started: float
     story_dir: str
+    auth_key_file: str = ""
     processes: tuple[ProcessState, ...] = ()
 
 
 class StateDir:
-    """The folder of one deployment: state.json, launcher.lock, launcher.log, logs/, story/."""
+    """The folder of one deployment: state.json, launcher.lock, launcher.log, auth.key, logs/, story/."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
@@ -62,6 +64,7 @@ class StateDir:
         self.launcher_log = self.path / "launcher.log"
         self.logs = self.path / "logs"
         self.story = self.path / "story"
+        self.auth_key = self.path / "auth.key"
         self._lock = -1
 
     def acquire(self) -> None:
@@ -123,11 +126,12 @@ class StateDir:
         self.state.unlink(missing_ok=True)
 
     def clear_run(self) -> None:
-        """Remove the logs and stories of the run before."""
+        """Remove the logs and stories of the run before; a new run has a new key."""
         for path in [*self.logs.glob("*.log"), *self.story.glob("*.jsonl")]:
             path.unlink(missing_ok=True)
         self.logs.mkdir(exist_ok=True)
         self.story.mkdir(exist_ok=True)
+        make_key_file(self.auth_key)
 
 
 def default_state_dir() -> Path:

@@ -52,6 +52,12 @@ _BY_FIELD = {
 _FAILED = Definition("vllm:nixl_num_failed_transfers", "counter", "Posts that ended badly, or with their peer.")
 _EXPIRED = Definition("vllm:nixl_num_kv_expired_reqs", "counter", "Transfers that no decode engine came for in time.")
 _ENDED = Definition("kvferry:transfers", "counter", "Transfers that ended, by rank.", labels=("side", "outcome"))
+_TURNED_AWAY = Definition(
+    "kvferry:side_channel_refusals",
+    "counter",
+    "Connections and messages that the side channel did not take, by rank.",
+    labels=("reason",),
+)
 _LEVELS = {
     "sources": Definition("kvferry:open_sources", "gauge", "Transfers that this prefill engine has open."),
     "landings": Definition("kvferry:open_landings", "gauge", "Transfers that this decode engine has open."),
@@ -65,7 +71,7 @@ _LEVELS = {
 }
 _EXPIRED_OUTCOME = "lease_lapsed"
 
-DEFINITIONS = (*_BY_FIELD.values(), _FAILED, _EXPIRED, _ENDED, *_LEVELS.values())
+DEFINITIONS = (*_BY_FIELD.values(), _FAILED, _EXPIRED, _ENDED, _TURNED_AWAY, *_LEVELS.values())
 
 _JOINED: dict[str, Callable[[list[int]], int]] = {"posts": sum, "backlog_bytes": sum}
 """How the ranks' levels make the engine's. The others are of requests, which every rank has: the most of any."""
@@ -110,6 +116,8 @@ class TransferMetrics:
         for side, outcomes in record.ended.items():
             for outcome, number in outcomes.items():
                 ended.labels(*self._values[engine], side, outcome).inc(number)
+        for reason, number in record.turned_away.items():
+            self._of_engine[_TURNED_AWAY.name][engine].labels(*self._values[engine], reason).inc(number)
         if record.levels:
             ranks = self._levels[engine]
             ranks.update(record.levels)

@@ -354,6 +354,11 @@ class Landings:
         leg = self._landings[request].legs[reg_id] if request is not None else None
         return leg.register if leg is not None and leg.peer == peer and leg.state not in _OVER else None
 
+    def is_with(self, peer: PeerKey, reg_id: RegistrationId) -> bool:
+        """False for a registration that was made with somebody else."""
+        request = self._by_reg.get(reg_id)
+        return request is None or self._landings[request].legs[reg_id].peer == peer
+
     def open_count(self) -> int:
         return len(self._landings)
 

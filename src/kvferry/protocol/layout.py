@@ -12,6 +12,8 @@ import msgspec
 from kvferry.errors import CompatError
 from kvferry.protocol.messages import Layout
 
+_MOST_ADDRESS = 1 << 63
+
 
 class HeadShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one D rank takes from P rank `p_rank`: `count` heads, which are the heads from `src_head_start` on among
@@ -23,6 +25,17 @@ class HeadShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     src_head_start: int
     dst_head_start: int
     count: int
+
+
+def check_sane(layout: Layout) -> None:
+    """Raises `CompatError` for memory that no rank can have, before anything is reckoned with its numbers."""
+    if layout.heads > layout.total_heads:
+        raise CompatError(f"heads: {layout.heads} on one rank, of {layout.total_heads} in all")
+    for index, plane in enumerate(layout.planes):
+        blocks, heads = (layout.num_blocks - 1) * plane.block_stride, (layout.heads - 1) * plane.head_stride
+        end = plane.base + blocks + heads + layout.block_size * plane.token_bytes
+        if not plane.base or not plane.token_bytes or end > _MOST_ADDRESS:
+            raise CompatError(f"planes[{index}] is no memory: it begins at {plane.base:#x} and would end at {end:#x}")
 
 
 def check_compatible(mine: Layout, theirs: Layout) -> None:

@@ -14,9 +14,13 @@ import msgspec
 from kvferry.ids import EngineId, LifeId, RegistrationId, TransferId
 
 Mode = Literal["push", "pull", "stream"]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+MOST_REASON = 4096  # characters; it is remembered
+Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Transfer = Annotated[TransferId, msgspec.Meta(max_length=512)]
+Echo = Annotated[bytes, msgspec.Meta(max_length=64)]
 ProbeBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 28)]
 ProbeSizes = Annotated[tuple[ProbeBytes, ...], msgspec.Meta(min_length=1, max_length=64)]
 Device = Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda:\d+)$")]
@@ -47,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     pack tokens), both sides need the same block size. `fingerprint`: whatever else must be equal, by name.
     """
 
-    planes: tuple[Plane, ...]
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1)]
     num_blocks: Positive
     block_size: Positive
     heads: Positive
@@ -64,7 +68,7 @@ class Greeting(Message, frozen=True):
     life: LifeId
     engine_id: EngineId
     rank: Natural
-    tp_size: Positive
+    tp_size: Ranks
     layout: Layout
     agent: bytes
     scratch: Natural
@@ -83,7 +87,11 @@ class Welcome(Greeting, frozen=True):
 
 
 class Warm(Message, frozen=True):
-    """Either way: my first access to your memory went through; you need not drive your agent for me any more."""
+    """Either way: my first access to your memory went through; you need not drive your agent for me any more.
+
+    `echo`, D -> P: what came to D's agent with P's first access, so that agent and memory are D's own."""
+
+    echo: Echo = b""
 
 
 class Refuse(Message, frozen=True):
@@ -107,19 +115,19 @@ class Register(Message, frozen=True):
     """
 
     reg_id: RegistrationId
-    transfer_id: TransferId
+    transfer_id: Transfer
     mode: Mode
-    start_token: int
-    end_token: int
-    block_ids: tuple[int, ...]
-    legs: int
+    start_token: Natural
+    end_token: Natural
+    block_ids: tuple[Natural, ...]
+    legs: Ranks
     credit: Positive
 
 
 class Waiting(Message, frozen=True):
     """D -> P: a request of mine queues for blocks and will register for this transfer: be patient."""
 
-    transfer_id: TransferId
+    transfer_id: Transfer
 
 
 class Cancel(Message, frozen=True):
@@ -148,7 +156,7 @@ class Seal(Message, frozen=True):
     prefill began anew, and with it the writing."""
 
     reg_id: RegistrationId
-    end_token: int
+    end_token: Natural
     attempt: Natural
 
 
@@ -157,7 +165,7 @@ class Grant(Message, frozen=True):
     `Fetched`, to which P answers `Landed` if they did stay, or `Failed`."""
 
     reg_id: RegistrationId
-    block_ids: tuple[int, ...]
+    block_ids: tuple[Natural, ...]
 
 
 class Landed(Message, frozen=True):
@@ -165,8 +173,8 @@ class Landed(Message, frozen=True):
     that was written; D knows what it must be."""
 
     reg_id: RegistrationId
-    nbytes: int
-    descriptors: int
+    nbytes: Natural
+    descriptors: Natural
 
 
 class Failed(Message, frozen=True):
@@ -228,8 +236,8 @@ class Description(Message, frozen=True):
 
     engine_id: EngineId
     life: LifeId
-    rank: int
-    tp_size: int
+    rank: Natural
+    tp_size: Ranks
     role: str
     mode: Mode
     block_size: int
@@ -241,21 +249,21 @@ class Description(Message, frozen=True):
 class Abandon(Message, frozen=True):
     """Router -> P: this transfer has no taker any more (or its request is gone); free what it holds."""
 
-    transfer_id: TransferId
-    reason: str
+    transfer_id: Transfer
+    reason: Annotated[str, msgspec.Meta(max_length=MOST_REASON)]
 
 
 class Watch(Message, frozen=True):
     """Router -> P: tell me when `percent` of this transfer's prompt are computed. It need not have come yet."""
 
-    transfer_id: TransferId
+    transfer_id: Transfer
     percent: Annotated[int, msgspec.Meta(ge=0, le=100)]
 
 
 class Reached(Message, frozen=True):
     """Answer to `Watch`, once. `of`: the prompt's tokens. `ended`: the transfer is over, `tokens` may be fewer."""
 
-    transfer_id: TransferId
+    transfer_id: Transfer
     tokens: Natural
     of: Natural
     ended: bool
@@ -264,20 +272,20 @@ class Reached(Message, frozen=True):
 class Abandoned(Message, frozen=True):
     """Answer to `Abandon`. `known`: whether P held anything for it."""
 
-    transfer_id: TransferId
+    transfer_id: Transfer
     known: bool
 
 
 class Why(Message, frozen=True):
     """Router -> any rank: how did this transfer end here?"""
 
-    transfer_id: TransferId
+    transfer_id: Transfer
 
 
 class Verdict(Message, frozen=True):
     """Answer to `Why`. `state`: 'open', 'ok', 'failed' or 'unknown'; `code` is one of `errors.py`."""
 
-    transfer_id: TransferId
+    transfer_id: Transfer
     state: str
     code: str
     reason: str
@@ -298,7 +306,7 @@ class Inspection(Message, frozen=True):
     engine_id: EngineId
     life: LifeId
     rank: Natural
-    tp_size: Positive
+    tp_size: Ranks
     role: str
     mode: Mode
     background: bool

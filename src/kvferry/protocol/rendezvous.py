@@ -357,6 +357,11 @@ class Rendezvous:
     def ending(self, transfer_id: TransferId) -> Ending | None:
         return self._ended.get(transfer_id)
 
+    def met(self, peer: PeerKey, message: Register) -> bool:
+        """Whether this registration is here already, or was, of a transfer that is still open."""
+        key, source = (peer, message.reg_id), self._sources.get(message.transfer_id)
+        return key in self._by_leg or (source is not None and key in source.past)
+
     def is_open(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._sources
 

@@ -48,6 +48,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     port: int = 8000
     api_key: str = ""
     """Sent upstream where the client sent no Authorization of its own, and with probes; "" = none."""
+    auth_key_file: str = ""
+    """Of connector `kvferry`: the key of the engines' side channels; see `kvferry.auth.load_key`."""
     story_dir: str = ""
     request_timeout_s: float = 0.0
     """The whole of a request, first byte in to last byte out; 0 = no limit (a long answer is no fault)."""

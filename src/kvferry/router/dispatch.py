@@ -134,7 +134,7 @@ class Exchange:
         spec, percent = engine.spec, self._services.config.bind_percent
         if percent < 100:
             try:
-                reached = await inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent)
+                reached = await inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent, key=engine.key)
                 if not reached.ended:
                     return
             except PeerUnreachable as error:

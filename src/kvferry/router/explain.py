@@ -11,6 +11,7 @@ from kvferry.errors import (
     ConfigError,
     EngineError,
     FabricError,
+    KeyRefused,
     KVFerryError,
     PeerUnreachable,
     TransferError,
@@ -32,6 +33,7 @@ _BY_CODE: dict[str, type[KVFerryError]] = {
         ConfigError,
         EngineError,
         FabricError,
+        KeyRefused,
         PeerUnreachable,
         TransferError,
         TransferRefused,
@@ -44,7 +46,7 @@ async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, e
     """`error` (D's own) with the transfer's reason in it, where D's first rank says that the transfer failed."""
     spec = decode.spec
     try:
-        verdict = await inquiry.why(spec.side_host, spec.side_port, transfer_id, TIMEOUT_S)
+        verdict = await inquiry.why(spec.side_host, spec.side_port, transfer_id, TIMEOUT_S, decode.key)
     except PeerUnreachable as unreachable:
         log.warning("no verdict on %s from %s: %s", transfer_id, decode.url, unreachable)
         return error
@@ -60,7 +62,8 @@ async def abandon(prefill: Engine, transfer_id: TransferId, reason: str) -> str:
     """Tell every rank of P; 'released', 'unknown' (it held nothing) or 'unreachable'."""
     spec, about = prefill.spec, prefill.description
     ranks = range(about.tp_size if about is not None else 1)
-    tellings = [inquiry.abandon(spec.side_host, spec.side_port + rank, transfer_id, reason) for rank in ranks]
+    where, key = (spec.side_host, spec.side_port), prefill.key
+    tellings = [inquiry.abandon(where[0], where[1] + rank, transfer_id, reason, key=key) for rank in ranks]
     told = await asyncio.gather(*tellings, return_exceptions=True)
     for answer in told:
         if isinstance(answer, PeerUnreachable):

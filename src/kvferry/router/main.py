@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 from aiohttp import web
 
+from kvferry.auth import KEY_HELP
 from kvferry.errors import unknown_name
 from kvferry.listener import bind, not_listening, runner, url_of
 from kvferry.router.app import SERVICES, build_app
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHEN",
         help="mode stream: choose the decode engine early, late (prefill is done) or at=PERCENT of it (default: early)",
     )
+    parser.add_argument("--auth-key-file", default="", metavar="F", help=KEY_HELP)
     parser.add_argument("--story-dir", default="", metavar="DIR", help="append each request's events to a file there")
     parser.add_argument(
         "--request-timeout", type=float, default=0.0, metavar="S", help="for a whole request; 0: no limit (default)"
@@ -89,6 +91,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         connector=args.connector,
         mode=args.mode,
         bind=args.bind,
+        auth_key_file=args.auth_key_file,
         story_dir=args.story_dir,
         request_timeout_s=args.request_timeout,
         api_key=args.api_key,

@@ -13,7 +13,8 @@ import time
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from kvferry.errors import CompatError, KVFerryError, PeerUnreachable
+from kvferry.auth import AuthKey, load_key
+from kvferry.errors import CompatError, KeyRefused, KVFerryError, PeerUnreachable
 from kvferry.protocol.messages import Description
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
@@ -32,10 +33,11 @@ _CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
 
 
 class Engine:
-    """One engine. Changed by its probe task, and by `suspect`."""
+    """One engine. Changed by its probe task, and by `suspect`. `key`: of its side channel."""
 
-    def __init__(self, spec: EngineSpec, role: Role) -> None:
+    def __init__(self, spec: EngineSpec, role: Role, key: AuthKey | None = None) -> None:
         self.spec = spec
+        self.key = key
         self.role: Role = role
         self.ready = False
         self.reason = "not probed yet"
@@ -62,14 +64,17 @@ class Engine:
 
 
 class Pool:
+    """Raises `ConfigError` for a key that can't be read."""
+
     def __init__(self, config: RouterConfig, dialect: Dialect | None, upstream: Upstream) -> None:
         self._config = config
         self._dialect = dialect
         self._upstream = upstream
         prefill = () if config.colocated else config.prefill
+        key = load_key(config.auth_key_file) if dialect is not None and dialect.side_channel else None
         self.engines: dict[Role, list[Engine]] = {
-            "prefill": [Engine(spec, "prefill") for spec in prefill],
-            "decode": [Engine(spec, "decode") for spec in config.decode],
+            "prefill": [Engine(spec, "prefill", key) for spec in prefill],
+            "decode": [Engine(spec, "decode", key) for spec in config.decode],
         }
         self._turns: dict[Role, int] = {"prefill": 0, "decode": 0}
         self._tasks: list[asyncio.Task[None]] = []
@@ -188,7 +193,8 @@ class Pool:
                 self._set(engine, "", "ready")
             except KVFerryError as error:
                 engine.described_at = -float("inf")
-                self._set(engine, str(error), "not usable" if isinstance(error, CompatError) else "not reachable")
+                broken = isinstance(error, CompatError | KeyRefused)
+                self._set(engine, str(error), "not usable" if broken else "not reachable")
             interval = self._config.probe_interval_s if engine.ready else self._unready_interval_s
             try:
                 async with asyncio.timeout(interval):
@@ -213,7 +219,7 @@ class Pool:
 
     async def _describe(self, engine: Engine) -> Description:
         spec = engine.spec
-        about = await inquiry.describe(spec.side_host, spec.side_port, PROBE_TIMEOUT_S)
+        about = await inquiry.describe(spec.side_host, spec.side_port, PROBE_TIMEOUT_S, engine.key)
         if _CANNOT[engine.role] in about.role:
             raise CompatError(
                 f"{engine.role} engine {engine.url} runs KVFerryConnector as {about.role}",

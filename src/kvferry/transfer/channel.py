@@ -5,11 +5,14 @@ dials others (one DEALER each). `poll` sleeps on all of them and on the wake-up 
 came up or went away: on dialled ones from the socket's monitor; on incoming ones when a disconnect was seen and the
 identity can no longer be routed to. ZMQ reconnects dialled sockets by itself; every new connection is reported as
 `Up`, and both sides then greet anew.
+
+With a key nobody gets in who doesn't have it too (`transfer/curve.py`). Without one the channel is on loopback only.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import time
@@ -18,13 +21,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.errors import PeerUnreachable, side_channel_taken
+from kvferry.auth import AuthKey, check_reach
+from kvferry.errors import KeyRefused, PeerUnreachable, side_channel_taken
+from kvferry.protocol.codec import MAX_BYTES
+from kvferry.transfer.curve import FAILURES, Handshakes, dial_with, listen_with, monitor, monitored, reason_of
 from kvferry.transfer.inquiry import endpoint
 
+log = logging.getLogger("kvferry.transfer")
+
 ChannelKey = str
-_MAX_MESSAGE_BYTES = 64 << 20  # a registration of a million blocks takes 5 MiB
+_CUT_BYTES = 2 * MAX_BYTES  # ZMQ ends the connection of who sends more; what is between the two is refused in words
+_HANDSHAKE_MS = 5000  # a connection that has not proven itself by then goes
 _MOST_PER_POLL = 1000  # a flood of messages must not keep the owner from its deadlines
 _LOOK_AGAIN_S = 0.05  # ZMQ tells of a disconnect shortly before its own routing table knows
 
@@ -49,7 +57,23 @@ class Got:
     data: bytes
 
 
-Event = Up | Down | Got
+@dataclass(frozen=True)
+class Barred:
+    """A dialled listener has turned us away: the keys differ. It is not dialled again until `dial` says so."""
+
+    key: ChannelKey
+    error: KeyRefused
+
+
+@dataclass(frozen=True)
+class Uninvited:
+    """Somebody was turned away here: 'wrong_key' (another or none), 'no_handshake' (ended or went silent before it had
+    said anything; a look whether the port is open does that too) or 'malformed'."""
+
+    reason: str
+
+
+Event = Up | Down | Got | Barred | Uninvited
 
 
 def _keep_alive(socket: zmq.Socket[bytes]) -> None:
@@ -81,21 +105,25 @@ class Channel(Protocol):
 
 
 class ZmqChannel:
-    """Listens on `host:port` (0: any free port) from construction on.
+    """Listens on `host:port` (0: any free port) from construction on, to those who have `key`; None: to this machine.
 
-    Raises `ConfigError` if the address is taken or not ours.
+    Raises `ConfigError` if the address is taken or not ours, or beyond loopback without a key.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, key: AuthKey | None = None) -> None:
+        check_reach(host, key)
+        self.key = key
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
         self._router.ipv6 = ":" in host
         self._router.router_mandatory = True
-        self._router.sndhwm = self._router.rcvhwm = 0
-        self._router.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._router.sndhwm, self._router.rcvhwm = 0, _MOST_PER_POLL  # who sends faster than we read has to wait
+        self._router.maxmsgsize = _CUT_BYTES
+        self._router.handshake_ivl = _HANDSHAKE_MS
         _keep_alive(self._router)
         try:
+            listen_with(self._router, key)
             if port:
                 self._router.bind(endpoint(host, port))
             else:
@@ -104,11 +132,14 @@ class ZmqChannel:
             self._context.destroy(linger=0)
             raise side_channel_taken(host, port, OSError(error.errno, str(error))) from None
         self.host, self.port = host, port
-        self._router_monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if key is None:
+            log.warning("side channel %s:%d: no key: loopback only, and open to all users of this machine", host, port)
+        self._router_monitor = monitor(self._router, zmq.EVENT_DISCONNECTED | FAILURES)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming: dict[ChannelKey, bytes] = {}
         self._dialled: dict[ChannelKey, zmq.Socket[bytes]] = {}
         self._monitors: dict[ChannelKey, zmq.Socket[bytes]] = {}
+        self._handshakes: dict[ChannelKey, Handshakes] = {}
         self._up: set[ChannelKey] = set()
         self._look_again = 0.0
         self._poller = zmq.Poller()
@@ -122,25 +153,26 @@ class ZmqChannel:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.ipv6 = ":" in host
-        socket.sndhwm = socket.rcvhwm = 0
-        socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        socket.sndhwm, socket.rcvhwm = 0, _MOST_PER_POLL
+        socket.maxmsgsize = _CUT_BYTES
         _keep_alive(socket)
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 1000
         socket.identity = secrets.token_bytes(12)
         socket.immediate = True  # what could not be sent is dropped with its connection, not sent on the next one
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        monitor = socket.get_monitor_socket(events)
+        dial_with(socket, self.key)
+        watcher = monitor(socket, zmq.EVENT_DISCONNECTED | Handshakes.EVENTS)
         try:
             socket.connect(endpoint(host, port))
         except zmq.ZMQError as error:
             socket.disable_monitor()
-            monitor.close(linger=0)
+            watcher.close(linger=0)
             socket.close(linger=0)
             raise PeerUnreachable(f"side channel {host}:{port} is no address: {error}") from None
-        self._dialled[key], self._monitors[key] = socket, monitor
+        self._dialled[key], self._monitors[key] = socket, watcher
+        self._handshakes[key] = Handshakes(endpoint(host, port).removeprefix("tcp://"), self.key)
         self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+        self._poller.register(watcher, zmq.POLLIN)
         return key
 
     def send(self, key: ChannelKey, data: bytes) -> bool:
@@ -169,12 +201,13 @@ class ZmqChannel:
         socket = self._dialled.pop(key, None)
         if socket is None:
             return
-        monitor = self._monitors.pop(key)
+        watcher = self._monitors.pop(key)
+        del self._handshakes[key]
         self._up.discard(key)
         self._poller.unregister(socket)
-        self._poller.unregister(monitor)
+        self._poller.unregister(watcher)
         socket.disable_monitor()
-        monitor.close(linger=0)
+        watcher.close(linger=0)
         socket.close(linger=0)
 
     def poll(self, timeout_s: float | None) -> Sequence[Event]:
@@ -194,9 +227,8 @@ class ZmqChannel:
             if key in self._dialled and self._dialled[key] in ready:
                 self._receive(key, self._dialled[key], out)
         if self._router_monitor in ready:
-            self._look_again = time.monotonic() + _LOOK_AGAIN_S
-            self._find_gone(out)
-        elif self._look_again and time.monotonic() >= self._look_again:
+            self._hear_of_incoming(out)
+        if self._look_again and time.monotonic() >= self._look_again:
             self._look_again = 0.0
             self._find_gone(out)
         return out
@@ -226,8 +258,7 @@ class ZmqChannel:
                 return
             key = "in:" + identity.hex()
             self._incoming[key] = identity
-            if len(frames) == 1:
-                out.append(Got(key, frames[0]))
+            out.append(Got(key, frames[0]) if len(frames) == 1 else Uninvited("malformed"))
 
     def _receive(self, key: ChannelKey, socket: zmq.Socket[bytes], out: list[Event]) -> None:
         while True:
@@ -235,29 +266,34 @@ class ZmqChannel:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            if len(frames) == 1:
-                out.append(Got(key, frames[0]))
+            out.append(Got(key, frames[0]) if len(frames) == 1 else Uninvited("malformed"))
 
     def _receive_monitor(self, key: ChannelKey, out: list[Event]) -> None:
-        while True:
-            try:
-                event = recv_monitor_message(self._monitors[key], zmq.DONTWAIT)["event"]
-            except zmq.Again:
+        for event, value in monitored(self._monitors[key]):
+            refusal = self._handshakes[key].refusal(event, value)
+            if refusal is not None:
+                self.hang_up(key)
+                out.append(Barred(key, refusal))
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._up.add(key)
                 out.append(Up(key))
-            elif key in self._up:
+            elif event == zmq.EVENT_DISCONNECTED and key in self._up:
                 self._receive(key, self._dialled[key], out)
                 self._up.discard(key)
                 out.append(Down(key))
 
+    def _hear_of_incoming(self, out: list[Event]) -> None:
+        gone = False
+        for event, value in monitored(self._router_monitor):
+            gone |= event == zmq.EVENT_DISCONNECTED
+            if event != zmq.EVENT_DISCONNECTED:
+                out.append(Uninvited(reason_of(event, value)))
+        if gone and not self._look_again:  # else soon, however many come and go
+            self._look_again = time.monotonic() + _LOOK_AGAIN_S
+            self._find_gone(out)
+
     def _find_gone(self, out: list[Event]) -> None:
-        while True:
-            try:
-                recv_monitor_message(self._router_monitor, zmq.DONTWAIT)
-            except zmq.Again:
-                break
         for key, identity in list(self._incoming.items()):
             try:
                 # An empty message is no message to the receiver; it only asks whether the identity can be reached.

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from kvferry.config import ConnectorConfig
-from kvferry.errors import FabricError
+from kvferry.errors import FabricError, KVFerryError
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
@@ -29,7 +29,8 @@ from kvferry.transfer import commands as cmd
 from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.areas import Areas
 from kvferry.transfer.audit import block_digests
-from kvferry.transfer.channel import Channel, Down, Got, Up
+from kvferry.transfer.channel import Barred, Channel, Down, Got, Uninvited, Up
+from kvferry.transfer.door import Door
 from kvferry.transfer.fabric import Fabric, Op
 from kvferry.transfer.gather import Gatherer
 from kvferry.transfer.load import Load
@@ -83,14 +84,11 @@ class TransferCore:
         )
         self._commands: deque[cmd.Command] = deque()
         self.stats = Recorder(identity.rank)
+        name = f"{identity.engine_id} rank {identity.rank}"
+        self._door = Door(name, self._landings, self._rendezvous, self.stats, clock)
+        mine = (identity, config, fabric, channel, layout, areas.scratch, clock, self._door)
         self._peers = Peers(
-            identity,
-            config,
-            fabric,
-            channel,
-            layout,
-            areas.scratch,
-            clock,
+            *mine,
             lose=self._gone,
             up=self._peer_up,
             refused=lambda: self._openings.advance(),
@@ -153,6 +151,10 @@ class TransferCore:
                 self._gone(event.key, "peer_gone", "the connection was lost")
                 if self._prober is not None:
                     self._prober.lost(event.key)
+            elif isinstance(event, Barred):
+                self._peers.barred(event.key, event.error)
+            elif isinstance(event, Uninvited):
+                self._door.uninvited(event.reason)
 
     def busy(self) -> bool:
         """Bytes are in flight, from or to this rank."""
@@ -319,19 +321,17 @@ class TransferCore:
         if not data:
             return  # a probe of the connection
         try:
-            message = codec.decode(data)
+            message = self._door.read(data)
         except codec.WireError as error:
-            log.error("%s rank %d: %s", self.identity.engine_id, self.identity.rank, error)
             self._channel.send(key, codec.encode(wire.Refuse(code="wire_error", reason=str(error))))
             return
         try:
             self._take(key, message)
-        except (UnexpectedEvent, PlanError) as error:  # the peer's fault: no reason to end this engine
-            self._gone(key, error.code, str(error))
-        except (ArithmeticError, ValueError, TypeError, LookupError) as error:
+        except (UnexpectedEvent, PlanError, ArithmeticError, ValueError, TypeError, LookupError) as error:
             # Numbers that pass the codec and make no sense further in: whatever a peer sends, this engine lives.
-            log.exception("%s rank %d: bad %s", self.identity.engine_id, self.identity.rank, type(message).__name__)
-            self._gone(key, "bad_message", f"its {type(message).__name__} could not be used: {error}")
+            reason = f"its {type(message).__name__} could not be used: {error}"
+            self._door.turned_away("unusable", reason)
+            self._gone(key, error.code if isinstance(error, KVFerryError) else "bad_message", reason)
 
     def _take(self, key: str, message: wire.AnyMessage) -> None:
         now = self._clock()
@@ -340,7 +340,10 @@ class TransferCore:
             peer.heard_at = now
             if peer.stage is Stage.SILENT:
                 peer.stage = Stage.UP
-        if isinstance(message, Question):
+        if not self._door.admits(peer, message):
+            if peer is None and isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
+                self._peers.stranger(key)
+        elif isinstance(message, Question):
             self._channel.send(key, codec.encode(self._answers.to(message)))
         elif isinstance(message, wire.Abandon):
             self._abandon(key, message)
@@ -352,8 +355,7 @@ class TransferCore:
         elif isinstance(message, wire.Hello):
             self._peers.hello(key, message)
         elif peer is None:
-            if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
-                self._peers.stranger(key)
+            return
         elif isinstance(message, wire.Register):
             self._run(self._rendezvous.register(key, message, now, self._pace(peer)))
         elif isinstance(message, wire.Waiting):
@@ -377,8 +379,7 @@ class TransferCore:
         elif isinstance(message, wire.Welcome):
             self._peers.welcome(peer, message)
         elif isinstance(message, wire.Warm):
-            peer.told_warm = True
-            self._peers.check_warm(peer)
+            self._peers.warm(peer, message)
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
 
@@ -529,7 +530,7 @@ class TransferCore:
         self._driven_at = self._clock()
         if not self.busy():
             return
-        self._fabric.progress()
+        self._peers.noted(self._fabric.progress())
         self._peers.drive()
         for key in self._scatterer.peers():
             try:

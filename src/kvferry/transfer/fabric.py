@@ -6,7 +6,7 @@ process that owns it. A completed WRITE is visible in the target's memory before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 Op = Literal["WRITE", "READ"]
 PeerName = str
 Handle = Hashable
+Note = tuple[PeerName, bytes]
+"""Who posted it (the name that `add_peer` gave), and what came with it."""
 Addresses = NDArray[np.uint64]
 
 
@@ -37,9 +39,17 @@ class Fabric(Protocol):
         """Forget the peer; its connections are torn down. Unknown names are ignored."""
 
     def post(
-        self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
+        self,
+        op: Op,
+        peer: PeerName,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        remote_device: str,
+        note: bytes = b"",
     ) -> Handle:
         """Start copying `nbytes[i]` bytes between `local[i]` and `remote[i]`, all (N,) uint64. N is at least 1.
+        `note`, if any, comes out of the peer's `progress` once all is copied.
 
         Raises `FabricError`; then nothing is in flight.
         """
@@ -53,8 +63,8 @@ class Fabric(Protocol):
     def release(self, handle: Handle) -> None:
         """Forget a handle; also the last resort for one that never completes."""
 
-    def progress(self) -> None:
-        """Let peers' accesses to our memory proceed, where the transport needs our help (TCP)."""
+    def progress(self) -> Sequence[Note]:
+        """Let peers' accesses to our memory proceed, where the transport needs our help (TCP); the notes that came."""
 
     def close(self) -> None:
         """Deregister everything. Idempotent."""

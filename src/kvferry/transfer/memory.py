@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError, FabricError
 from kvferry.transfer.channel import ChannelKey, Down, Event, Got, Up
-from kvferry.transfer.fabric import Addresses, Handle, Op, PeerName
+from kvferry.transfer.fabric import Addresses, Handle, Note, Op, PeerName
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Copy:
     owner: MemoryFabric
     target: MemoryFabric
     rows: deque[tuple[int, int, int]]  # (source address, destination address, bytes) still to be moved
+    note: bytes = b""
     held: bool = False
     error: str = ""
     released: bool = False
@@ -36,6 +37,9 @@ class Copy:
         for _ in range(len(self.rows) if limit is None else min(limit, len(self.rows))):
             source, destination, nbytes = self.rows.popleft()
             ctypes.memmove(destination, source, nbytes)
+        if not self.rows and self.note:
+            self.target.notes.append((self.owner.name, self.note))
+            self.note = b""
 
 
 class MemoryWorld:
@@ -71,6 +75,7 @@ class MemoryFabric:
         self.regions: list[tuple[int, int]] = []
         self.peers: set[PeerName] = set()
         self.handles: dict[int, Copy] = {}
+        self.notes: list[Note] = []
         self._world = world
         self._serial = itertools.count(1)
         self._closed = False
@@ -97,7 +102,14 @@ class MemoryFabric:
                 copy.error = "the peer was removed"
 
     def post(
-        self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
+        self,
+        op: Op,
+        peer: PeerName,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        remote_device: str,
+        note: bytes = b"",
     ) -> Handle:
         target = self._world.fabrics.get(peer)
         if peer not in self.peers or target is None:
@@ -109,7 +121,7 @@ class MemoryFabric:
                 raise FabricError(f"{op} to {peer} could not be posted: memory is not registered")
             rows.append((mine, theirs, size) if op == "WRITE" else (theirs, mine, size))
         handle = next(self._serial)
-        copy = self.handles[handle] = Copy(op, self, target, rows, whole=tuple(rows))
+        copy = self.handles[handle] = Copy(op, self, target, rows, note, whole=tuple(rows))
         self._world.copies.append(copy)
         self._start(copy)
         return handle
@@ -141,10 +153,12 @@ class MemoryFabric:
             copy.released = True
             self._world.copies.remove(copy)
 
-    def progress(self) -> None:
+    def progress(self) -> list[Note]:
         for copy in self._world.copies:
             if copy.target is self and not (copy.held or copy.error or self.frozen or copy.owner.frozen):
                 copy.move()
+        came, self.notes = self.notes, []
+        return came
 
     def close(self) -> None:
         if self._closed:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import ConfigError, FabricError
-from kvferry.transfer.fabric import Addresses, Handle, Op, PeerName
+from kvferry.transfer.fabric import Addresses, Handle, Note, Op, PeerName
 
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
 """`nixl` loads torch (a second) to choose among the others, so without torch it comes last: on CPUs any will do."""
@@ -87,7 +87,14 @@ class NixlFabric:
             return  # not known (any more): nothing to remove
 
     def post(
-        self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
+        self,
+        op: Op,
+        peer: PeerName,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        remote_device: str,
+        note: bytes = b"",
     ) -> Handle:
         local_type, local_index = _seg(self._device)
         remote_type, remote_index = _seg(remote_device)
@@ -99,6 +106,7 @@ class NixlFabric:
                 self._agent.get_xfer_descs(mine, local_type),
                 self._agent.get_xfer_descs(theirs, remote_type),
                 peer,
+                note,
             )
             state = self._agent.transfer(handle)
         except self._errors as error:
@@ -131,11 +139,12 @@ class NixlFabric:
         except self._errors:
             return  # already gone with its peer
 
-    def progress(self) -> None:
+    def progress(self) -> list[Note]:
         try:
-            self._agent.get_new_notifs()
+            came = self._agent.get_new_notifs()
         except self._errors as error:
             raise FabricError(f"NIXL progress failed: {error}") from error
+        return [(agent, note) for agent, notes in came.items() for note in notes] if came else []
 
     def close(self) -> None:
         if self._closed:

@@ -2,33 +2,42 @@
 
 A decode rank dials a prefill rank and says `Hello`; the prefill rank checks that the two fit, adds the agent and says
 `Welcome`; then each makes one small access to the other's scratch memory, so that the fabric's connections exist
-before the first real transfer, and says `Warm`. Owned by the transfer core's thread.
+before the first real transfer, and says `Warm`. P's access carries a note, which comes out of the agent that D has
+named: D says it back over the side channel, and so shows that agent and memory are its own. Owned by the transfer
+core's thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvferry.config import ConnectorConfig, parse_address
-from kvferry.errors import CompatError, FabricError, KVFerryError
+from kvferry.errors import CompatError, FabricError, KeyRefused, KVFerryError
 from kvferry.ids import EngineId, new_life_id
 from kvferry.protocol import codec
-from kvferry.protocol.layout import check_compatible, fan_in
+from kvferry.protocol.layout import check_compatible, check_sane, fan_in
 from kvferry.protocol.messages import Beat, Greeting, Hello, Layout, Message, Refuse, Warm, Welcome
 from kvferry.transfer.areas import SCRATCH_BYTES
 from kvferry.transfer.channel import Channel
-from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
+from kvferry.transfer.fabric import Fabric, Handle, Note, Op, PeerName
+
+if TYPE_CHECKING:
+    from kvferry.transfer.door import Door
 
 log = logging.getLogger("kvferry.transfer")
 
 CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
 _REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
+_BARRED_S = 2.0  # so long one that has another key is not dialled, and requests that want it fail at once
+_MOST_EARLY = 256
+_WARM_S = 120.0  # a first access takes seconds at most
 
 _MIN_BEAT_S = 0.1  # however short the other side says its patience is
 Lose = Callable[[str, str, str, bool], None]
@@ -62,13 +71,15 @@ class Peer:
     greeting: Hello | Welcome | None = None
     agent: PeerName = ""
     warm_handle: Handle | None = None
+    note: bytes = b""  # sent with P's first access; on D: come with it
     warmed: bool = False
     told_warm: bool = False
     refusal: tuple[str, str] = ("", "")
     heard_at: float = 0.0
     said_at: float = 0.0
     address: tuple[str, int] | None = None  # of peers that we dialled
-    redial_at: float | None = None  # DIALING: not before then
+    redial_at: float | None = None  # DIALING and REFUSED: not before then
+    warming_until: float = 0.0
 
     @property
     def layout(self) -> Layout:
@@ -114,6 +125,7 @@ class Peers:
         layout: Layout,
         scratch: int,
         clock: Callable[[], float],
+        door: Door,
         *,
         lose: Lose,
         up: Callable[[str], None],
@@ -124,7 +136,9 @@ class Peers:
         self.life = new_life_id()
         self._identity, self._config, self._layout, self._scratch = identity, config, layout, scratch
         self._fabric, self._channel, self._clock = fabric, channel, clock
-        self._metadata = fabric.metadata()
+        self._metadata, self._door = fabric.metadata(), door
+        self._early: dict[PeerName, bytes] = {}  # notes from agents whose welcome is still to come
+        self._barred: set[str] = set()  # what was said of keys that differ: once
         self._lose, self._up, self._refused, self._silent = lose, up, refused, silent
         self._standing = {parse_address(peer, "peers") for peer in config.peers}
 
@@ -145,6 +159,9 @@ class Peers:
         return any(peer.stage is Stage.WARMING for peer in self.by_key.values())
 
     def dial(self, host: str, port: int) -> Peer:
+        known = self.by_address(host, port)
+        if known is not None and known.stage is Stage.REFUSED and known.redial_at is not None:
+            return known
         key = self._channel.dial(host, port)
         peer = self.by_key.get(key)
         if peer is None:
@@ -192,17 +209,19 @@ class Peers:
         try:
             if me.role == "consumer":
                 raise CompatError(f"{me.engine_id} is a kv_consumer and sends no KV", hint="dial a prefill engine")
+            check_sane(hello.layout)
             check_compatible(self._layout, hello.layout)
             fan_in(hello.rank, hello.tp_size, me.tp_size, self._layout.total_heads)
             agent = self._fabric.add_peer(hello.agent)
             self._check_agent(agent, hello)
         except KVFerryError as error:
             reason = f"prefill engine {me.engine_id} refuses decode engine {hello.engine_id}: {error}"
-            log.error("%s", reason)
+            self._door.turned_away("bad_greeting", reason)
             self._channel.send(key, codec.encode(Refuse(code=error.code, reason=reason)))
             return
         now = self._clock()
         peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
+        peer.note = secrets.token_bytes(16)
         self.by_key[key] = peer
         self.send(key, Welcome(**self._introduction()))
         self._warm_up(peer, "WRITE")
@@ -214,14 +233,18 @@ class Peers:
                 raise CompatError(f"agent {agent} belongs to {other.name}", hint="each rank has its own")
 
     def welcome(self, peer: Peer, welcome: Welcome) -> None:
-        peer.greeting = welcome
+        if peer.warm_handle is not None:  # it welcomes anew
+            self._fabric.release(peer.warm_handle)
+        peer.greeting, peer.warm_handle, peer.note, peer.warmed, peer.told_warm = welcome, None, b"", False, False
         try:
+            check_sane(welcome.layout)
             check_compatible(self._layout, welcome.layout)
             peer.agent = self._fabric.add_peer(welcome.agent)
         except KVFerryError as error:
             reason = f"decode engine {self._identity.engine_id} refuses {peer.name}: {error}"
+            self._door.turned_away("bad_greeting", reason)
             return self.refuse(peer, error.code, reason)
-        peer.stage = Stage.WARMING
+        peer.stage, peer.note = Stage.WARMING, self._early.pop(peer.agent, b"")
         return self._warm_up(peer, "READ")
 
     def refuse(self, peer: Peer, code: str, reason: str) -> None:
@@ -232,14 +255,30 @@ class Peers:
         self.by_key[peer.key] = Peer(peer.key, Stage.REFUSED, refusal=(code, reason), address=peer.address)
         return self._refused()
 
+    def barred(self, key: str, error: KeyRefused) -> None:
+        """A listener has another key: its requests fail at once, and it is asked again in a while."""
+        peer = self.by_key.get(key)
+        if peer is None:
+            return
+        refusal, now = (error.code, str(error)), self._clock()
+        if refusal[1] not in self._barred:
+            self._barred.add(refusal[1])
+            log.error("%s rank %d: %s", self._identity.engine_id, self._identity.rank, error)
+        self._lose(key, *refusal, True)
+        address, again = peer.address, now + _BARRED_S
+        self.by_key[key] = Peer(key, Stage.REFUSED, refusal=refusal, address=address, redial_at=again)
+        self._refused()
+
     def _warm_up(self, peer: Peer, op: Op) -> None:
         """Make the fabric connect now: its first access can take seconds on a fresh pair."""
         assert peer.greeting is not None
+        peer.warming_until = self._clock() + _WARM_S
+        note = peer.note if op == "WRITE" else b""
         mine, theirs, size = (
             np.array([x], dtype=np.uint64) for x in (self._scratch, peer.greeting.scratch, SCRATCH_BYTES)
         )
         try:
-            peer.warm_handle = self._fabric.post(op, peer.agent, mine, theirs, size, peer.layout.device)
+            peer.warm_handle = self._fabric.post(op, peer.agent, mine, theirs, size, peer.layout.device, note)
         except FabricError as error:
             self._lose(peer.key, error.code, str(error), False)
 
@@ -253,13 +292,35 @@ class Peers:
                 return None
             self._fabric.release(peer.warm_handle)
             peer.warm_handle = None
+        dialled = peer.address is not None
+        due = peer.note if dialled else peer.told_warm  # P is the last to say it, so that D drives its agent until then
+        if peer.warm_handle is None and peer.stage is Stage.WARMING and not peer.warmed and due:
             peer.warmed = True
-            self.send(peer.key, Warm())
+            self.send(peer.key, Warm(echo=peer.note) if dialled else Warm())
         if peer.warmed and peer.told_warm and peer.stage is Stage.WARMING:
             peer.stage = Stage.UP
             log.info("%s rank %d: connected to %s", self._identity.engine_id, self._identity.rank, peer.name)
             self._up(peer.key)
         return None
+
+    def warm(self, peer: Peer, warm: Warm) -> None:
+        """Its first access has gone through. On P: it must say what came with ours to the agent that it has named."""
+        if peer.address is None and warm.echo != peer.note:
+            return self._door.turned_away("bad_greeting", f"{peer.name} can't show that the agent it names is its own")
+        peer.told_warm = True
+        return self.check_warm(peer)
+
+    def noted(self, notes: Sequence[Note]) -> None:
+        """What came with others' accesses to our memory."""
+        for agent, note in notes:
+            peers = [one for one in self.by_key.values() if one.agent == agent and one.stage is Stage.WARMING]
+            for peer in [one for one in peers if one.address is not None]:
+                peer.note, peer.warmed = note, False
+                self.check_warm(peer)
+            if not peers:  # it may be quicker than the welcome
+                self._early[agent] = note
+                while len(self._early) > _MOST_EARLY:
+                    del self._early[next(iter(self._early))]
 
     def cut(self, peer: Peer, reason: str) -> str:
         """Forget its agent; nothing more can be posted to it. What to tell people."""
@@ -302,7 +363,14 @@ class Peers:
         """Heartbeats, silence, redials. `wanted`: whether a request waits for this peer."""
         for peer in list(self.by_key.values()):
             if peer.redial_at is not None and peer.redial_at <= now and peer.address is not None:
-                self.dial(*peer.address)
+                barred = peer.stage is Stage.REFUSED
+                if barred:
+                    del self.by_key[peer.key]
+                if not barred or peer.address in self._standing:
+                    self.dial(*peer.address)
+            if peer.stage is Stage.WARMING and now > peer.warming_until:
+                self._lose(peer.key, "peer_unreachable", f"no first access within {_WARM_S:g} s", False)
+                continue
             unanswered = peer.stage in (Stage.DIALING, Stage.GREETING) and peer.address not in self._standing
             limit = self._config.connect_timeout_s
             if unanswered and now - peer.heard_at > limit and not wanted(peer):

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from kvferry.auth import AuthKey
 from kvferry.errors import FabricError, KVFerryError, PeerUnreachable
 from kvferry.protocol import codec
 from kvferry.protocol.messages import (
@@ -39,6 +40,7 @@ from kvferry.protocol.messages import (
     Reach,
     Refuse,
 )
+from kvferry.transfer.curve import Handshakes, dial_with, monitor, monitored
 from kvferry.transfer.fabric import Addresses, Fabric, Op, PeerName
 from kvferry.transfer.inquiry import endpoint
 from kvferry.transfer.machine import half
@@ -56,7 +58,7 @@ Step = TypeVar("Step", bound=Message)
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a half needs to know. `factory`: a pickled `MakeFabric`. `host`, `port`: P's rank. `target`: P's half has
-    what D's half asked for; None on D."""
+    what D's half asked for; None on D. `key`: of the side channel, '' without one."""
 
     name: str
     factory: bytes
@@ -67,6 +69,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     piece: int
     limit_s: float
     target: ProbeTarget | None
+    key: str
 
 
 class Line:
@@ -75,7 +78,7 @@ class Line:
     Raises `PeerUnreachable` within seconds if no rank answers there.
     """
 
-    def __init__(self, host: str, port: int, until: float) -> None:
+    def __init__(self, host: str, port: int, until: float, key: AuthKey | None) -> None:
         self._where, self._until, self._said = f"{host}:{port}", until, b""
         try:
             socket.create_connection((host, port), _DIAL_S).close()
@@ -84,6 +87,11 @@ class Line:
         self._socket = zmq.Context().socket(zmq.DEALER)
         self._socket.linger = 1000
         self._socket.ipv6 = ":" in host
+        dial_with(self._socket, key)
+        self._watcher, self._handshakes = monitor(self._socket, Handshakes.EVENTS), Handshakes(self._where, key)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._watcher):
+            self._poller.register(source, zmq.POLLIN)
         self._socket.connect(endpoint(host, port))
         self.send(Inspect())
         self.receive(Inspection, _DIAL_S)
@@ -109,12 +117,20 @@ class Line:
         return message
 
     def _look(self, wait_s: float) -> bool:
-        """Empty messages are the channel's probes of the connection, and say nothing."""
-        if not self._said and self._socket.poll(max(0, round(wait_s * 1e3))):
-            self._said = self._socket.recv()
+        """Empty messages are the channel's probes of the connection, and say nothing. Raises `KeyRefused`."""
+        if not self._said:
+            ready = dict(self._poller.poll(max(0, round(wait_s * 1e3))))
+            if self._watcher in ready:
+                for event, value in monitored(self._watcher):
+                    if (error := self._handshakes.refusal(event, value)) is not None:
+                        raise error
+            if self._socket in ready:
+                self._said = self._socket.recv()
         return bool(self._said)
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._watcher.close(linger=0)
         self._socket.close()
 
 
@@ -257,7 +273,7 @@ def probe(job: Job, log: Path) -> Probed:
     try:
         memory = Memory(job.device, 2 * max(*job.sizes, job.piece))
         fabric.register([(memory.base, memory.nbytes)], memory.device)
-        line = Line(job.host, job.port, until)
+        line = Line(job.host, job.port, until, AuthKey(job.key, "its engine") if job.key else None)
         if job.target is None:
             return ask(job, fabric, memory, line, log, until)
         return answer(job, job.target, fabric, memory, line, log, until)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.auth import AuthKey
 from kvferry.protocol.messages import (
     Message,
     Probe,
@@ -131,11 +132,19 @@ class _Run:
 
 
 class Prober:
-    """`host`, `port`: this rank's side channel. `wake` may be called by any thread and ends the core's sleep."""
+    """`host`, `port`, `key`: of this rank's side channel. `wake`: any thread may call it, it ends the core's sleep."""
 
     def __init__(
-        self, name: str, make_fabric: MakeFabric, device: str, host: str, port: int, wake: Callable[[], None]
+        self,
+        name: str,
+        make_fabric: MakeFabric,
+        device: str,
+        host: str,
+        port: int,
+        wake: Callable[[], None],
+        key: AuthKey | None = None,
     ) -> None:
+        self._key = key
         self._name, self._device, self._host, self._port = name, device, host, port
         self._make_fabric = make_fabric
         self._wake = wake
@@ -201,6 +210,7 @@ class Prober:
             piece=asked.piece,
             limit_s=min(asked.limit_s, _MOST_S),
             target=asked if isinstance(asked, ProbeTarget) else None,
+            key=self._key.text if self._key is not None else "",
         )
         if probe_id:
             log.info("%s: a decode engine's probe begins", self._name)

@@ -39,6 +39,7 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     and `descriptors` per completed post. `failed_posts`: those that ended badly, or with their peer. `ended`: side ->
     outcome ('ok' or an error's code) -> transfers of this rank. One entry in `blocks` and `runs` per landing that takes
     KV: its blocks, and how many stretches of neighbours they make. `levels`: by rank, absent where unchanged.
+    `turned_away`: reason -> connections and messages that the side channel did not take (`transfer/door.py`).
     """
 
     plan_s: list[float] = msgspec.field(default_factory=list)
@@ -51,11 +52,12 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     blocks: list[int] = msgspec.field(default_factory=list)
     runs: list[int] = msgspec.field(default_factory=list)
     levels: dict[str, Levels] = msgspec.field(default_factory=dict)
+    turned_away: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def eventless(self) -> bool:
         """Nothing happened; levels may have changed."""
-        return not (self.nbytes or self.failed_posts or self.ended or self.blocks)
+        return not (self.nbytes or self.failed_posts or self.ended or self.blocks or self.turned_away)
 
     def count(self, side: Side, outcome: str, number: int = 1) -> None:
         outcomes = self.ended.setdefault(side, {})
@@ -75,6 +77,8 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.blocks += later.blocks
         self.runs += later.runs
         self.levels.update(later.levels)
+        for reason, number in later.turned_away.items():
+            self.turned_away[reason] = self.turned_away.get(reason, 0) + number
 
 
 def block_runs(block_ids: Sequence[int]) -> int:
@@ -141,6 +145,13 @@ class Recorder:
     def _count(self, side: Side, outcome: str) -> None:
         with self._lock:
             self._open.count(side, outcome)
+            self._news = True
+
+    def turned_away(self, reason: str) -> None:
+        """Something that came in on the side channel was not taken."""
+        with self._lock:
+            counts = self._open.turned_away
+            counts[reason] = counts.get(reason, 0) + 1
             self._news = True
 
     def level(self, levels: Levels) -> None:
