@@ -100,30 +100,38 @@ LEG_TABLE: Table = {
     (Leg.DIALING, PeerGone): (Leg.FAILED, ""),
     (Leg.REGISTERED, Begun): (Leg.LANDING, "landing"),
     (Leg.REGISTERED, BegunEarly): (Leg.STREAMING, "landing"),
+    (Leg.REGISTERED, SealedByPeer): (Leg.LANDING, "landing"),
     (Leg.REGISTERED, Granted): (Leg.READING, "read"),
     (Leg.REGISTERED, LandedByPeer): (Leg.LANDED, ""),
     (Leg.REGISTERED, FailedByPeer): (Leg.FAILED, ""),
     (Leg.REGISTERED, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.REGISTERED, PeerGone): (Leg.SETTLING, ""),
+    (Leg.STREAMING, BegunEarly): (Leg.STREAMING, ""),
     (Leg.STREAMING, SealedByPeer): (Leg.LANDING, "sealed"),
     (Leg.STREAMING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.STREAMING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.STREAMING, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.STREAMING, PeerGone): (Leg.SETTLING, ""),
+    (Leg.LANDING, Begun): (Leg.LANDING, ""),
+    (Leg.LANDING, BegunEarly): (Leg.LANDING, ""),
+    (Leg.LANDING, SealedByPeer): (Leg.LANDING, ""),
     (Leg.LANDING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.LANDING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.LANDING, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.LANDING, PeerGone): (Leg.SETTLING, ""),
+    (Leg.READING, Granted): (Leg.READING, ""),
     (Leg.READING, ReadDone): (Leg.CONFIRMING, "fetched"),
     (Leg.READING, ReadFailed): (Leg.FAILED, "unfetched"),
     (Leg.READING, FailedByPeer): (Leg.DRAINING, ""),
     (Leg.READING, Stop): (Leg.DRAINING, ""),
     (Leg.READING, PeerGone): (Leg.DRAINING, ""),
+    (Leg.DRAINING, Granted): (Leg.DRAINING, ""),
     (Leg.DRAINING, ReadDone): (Leg.FAILED, "unfetched"),
     (Leg.DRAINING, ReadFailed): (Leg.FAILED, "unfetched"),
     (Leg.DRAINING, FailedByPeer): (Leg.DRAINING, ""),
     (Leg.DRAINING, Stop): (Leg.DRAINING, ""),
     (Leg.DRAINING, PeerGone): (Leg.DRAINING, ""),
+    (Leg.CONFIRMING, Granted): (Leg.CONFIRMING, ""),
     (Leg.CONFIRMING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.CONFIRMING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.CONFIRMING, Stop): (Leg.CONFIRMING, ""),
@@ -215,8 +223,9 @@ class Landings:
     """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until prefill is done; `transfer_s`: from then
-    until landed; `fence_s`: for P to confirm a READ; `settle_s`: for what a lost peer had on the way. There is no limit
-    for P to acknowledge a cancel: until it does, or its connection goes, it may write.
+    until landed; `fence_s`: for P to confirm a READ, or to acknowledge a cancel before it is asked again; `settle_s`: for
+    what a lost peer had on the way. There is no limit for P to acknowledge a cancel: until it does, or its connection
+    goes, it may write.
     """
 
     def __init__(
@@ -317,7 +326,11 @@ class Landings:
             leg = landing.legs[reg_id]
             if leg.state is Leg.CONFIRMING:  # nobody writes, and what was read is of no use unconfirmed
                 reason = f"no confirmation within {self.fence_s:g} s"
+                out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=reason)))  # it may not know that we have read
                 out += self._apply(landing, leg, PeerGone(), now, code="transfer_timeout", reason=reason)
+            elif leg.state is Leg.CANCELLING:  # asked again: either word may have been lost
+                out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
+                self._set_deadline(reg_id, leg.state, now)
             elif leg.state is Leg.SETTLING:
                 out += self._apply(landing, leg, Settled(), now)
             elif leg.state is Leg.DIALING:
@@ -425,6 +438,8 @@ class Landings:
             out.append(Note(where.transfer_id, "sealed"))
         elif action == "read":
             out += [StartRead(leg.peer, leg.register, block_ids), Note(where.transfer_id, "granted")]
+        elif action == "unfetched" and landing.code == "cancelled":
+            out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
         elif action in ("fetched", "unfetched"):
             out.append(Send(leg.peer, Fetched(reg_id=reg_id, ok=action == "fetched")))
         elif action == "cancel":
@@ -443,6 +458,7 @@ class Landings:
             Leg.LANDING: self.transfer_s,
             Leg.READING: self.transfer_s,
             Leg.CONFIRMING: self.fence_s,
+            Leg.CANCELLING: self.fence_s,
             Leg.SETTLING: self.settle_s,
         }.get(state)
         if limit is None:

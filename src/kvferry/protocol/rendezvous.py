@@ -443,6 +443,8 @@ class Rendezvous:
         streamed = leg.register.mode == "stream"
         if streamed:
             self._flying[leg.peer] -= 1
+            if not self._flying[leg.peer]:
+                del self._flying[leg.peer]
         if not leg.stale:
             leg.nbytes, leg.descriptors = leg.nbytes + nbytes, leg.descriptors + descriptors
         out: list[Instruction] = []

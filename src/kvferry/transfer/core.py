@@ -1,18 +1,16 @@
 """The transfer core of one rank: both directions, all I/O, one owner thread.
 
 It joins the pure machines (`protocol/rendezvous.py`, `protocol/landing.py`) to a fabric and a side channel: commands
-and channel events go in, the machines' instructions are carried out, their outcomes go back in as events, and each
-request ends in exactly one `Result`. Whoever calls `step` owns everything here; `TransferThread` gives it a thread of
-its own, inline mode calls it from the engine loop.
-
-`step` sleeps in `channel.poll` unless bytes are in flight: only then is the fabric driven.
+and channel events go in, the machines' instructions are carried out, and each request ends in exactly one `Result`.
+Whoever calls `step` owns everything here. It sleeps in `channel.poll` unless bytes are in flight: only then is the
+fabric driven.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -30,6 +28,7 @@ from kvferry.transfer import commands as cmd
 from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
+from kvferry.transfer.endings import Endings
 from kvferry.transfer.fabric import Fabric, Op
 from kvferry.transfer.load import Load
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
@@ -40,7 +39,6 @@ from kvferry.transfer.stats import Recorder
 log = logging.getLogger("kvferry.transfer")
 
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
-_REMEMBERED_ENDINGS = 10_000
 _STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
 
 
@@ -104,7 +102,7 @@ class TransferCore:
         self._openings: dict[str, _Opening] = {}
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
-        self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
+        self._endings = Endings()
         self._load = Load(self._rendezvous, self._landings, self._openings, self._posts, self.stats, clock)
         known = (self._rendezvous, self._landings, self._endings, self._load)
         self._answers = Answers(identity, self._peers.life, config, layout, *known)
@@ -214,8 +212,12 @@ class TransferCore:
             return  # a second request under a transfer id in use: the first one stands
         how = (command.transfer_id, "aborted", command.reason, self._clock(), command.held)
         self._run(self._rendezvous.abort(*how))
-        if not self._rendezvous.is_open(command.transfer_id):
-            self._requests.pop(command.transfer_id, None)
+        if not self._rendezvous.is_open(command.transfer_id) and command.transfer_id in self._requests:
+            del self._requests[command.transfer_id]  # nothing was held, so no `Sent` tells of it
+            ending = self._rendezvous.ending(command.transfer_id)
+            if ending is not None:
+                self._endings[command.transfer_id] = (False, ending.code, ending.reason)
+                self.stats.count("prefill", ending.code)
 
     def _take_computed(self) -> None:
         """What the device has got to; of one transfer in the order of its steps, as new moments may pass meanwhile."""
@@ -542,8 +544,6 @@ class TransferCore:
         if remember:
             self._endings[result.transfer_id] = (result.ok, result.code, result.reason)
         self.stats.ended(result, counts=remember)
-        while len(self._endings) > _REMEMBERED_ENDINGS:
-            self._endings.popitem(last=False)
         if not result.ok:
             log.warning(
                 "%s rank %d: transfer %s failed: %s: %s",

@@ -67,6 +67,7 @@ class Peer:
     refusal: tuple[str, str] = ("", "")
     heard_at: float = 0.0
     said_at: float = 0.0
+    met_at: float = 0.0  # agents were exchanged
     address: tuple[str, int] | None = None  # of peers that we dialled
     redial_at: float | None = None  # DIALING: not before then
 
@@ -202,7 +203,7 @@ class Peers:
             self._channel.send(key, codec.encode(Refuse(code=error.code, reason=reason)))
             return
         now = self._clock()
-        peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
+        peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now, met_at=now)
         self.by_key[key] = peer
         self.send(key, Welcome(**self._introduction()))
         self._warm_up(peer, "WRITE")
@@ -214,6 +215,8 @@ class Peers:
                 raise CompatError(f"agent {agent} belongs to {other.name}", hint="each rank has its own")
 
     def welcome(self, peer: Peer, welcome: Welcome) -> None:
+        if peer.stage is not Stage.GREETING:
+            return None  # the answer to a greeting that was said again
         peer.greeting = welcome
         try:
             check_compatible(self._layout, welcome.layout)
@@ -221,7 +224,7 @@ class Peers:
         except KVFerryError as error:
             reason = f"decode engine {self._identity.engine_id} refuses {peer.name}: {error}"
             return self.refuse(peer, error.code, reason)
-        peer.stage = Stage.WARMING
+        peer.stage, peer.met_at = Stage.WARMING, self._clock()
         return self._warm_up(peer, "READ")
 
     def refuse(self, peer: Peer, code: str, reason: str) -> None:
@@ -296,6 +299,9 @@ class Peers:
     def waits(self, now: float) -> list[float]:
         """Seconds until something is due, for each peer that has something."""
         live = [self._beat_due(peer) - now for peer in self.by_key.values() if peer.stage in _BEATING]
+        again = self._config.connect_timeout_s - now
+        mute = [peer for peer in self.by_key.values() if peer.stage is Stage.GREETING]
+        live += [peer.heard_at + again for peer in mute if peer.address in self._standing]
         return live + [peer.redial_at - now for peer in self.by_key.values() if peer.redial_at is not None]
 
     def tick(self, now: float, wanted: Callable[[Peer], bool]) -> None:
@@ -303,10 +309,15 @@ class Peers:
         for peer in list(self.by_key.values()):
             if peer.redial_at is not None and peer.redial_at <= now and peer.address is not None:
                 self.dial(*peer.address)
-            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING) and peer.address not in self._standing
-            limit = self._config.connect_timeout_s
-            if unanswered and now - peer.heard_at > limit and not wanted(peer):
+            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING)
+            limit, patience = self._config.connect_timeout_s, self._config.transfer_timeout_s
+            if unanswered and now - peer.heard_at > limit and peer.address in self._standing:
+                if peer.stage is Stage.GREETING:  # it listens: the greeting or its answer may have been lost
+                    self.greet(peer.key)
+            elif unanswered and now - peer.heard_at > limit and not wanted(peer):
                 self._lose(peer.key, "peer_unreachable", f"no answer within {limit:g} s", False)
+            elif peer.stage is Stage.WARMING and now - peer.met_at > patience:
+                self._lose(peer.key, "peer_unreachable", f"no first access within {patience:g} s", False)
             if peer.stage not in (Stage.UP, Stage.WARMING, Stage.SILENT):
                 continue
             quiet = now - peer.heard_at > self._config.lease_s
