@@ -11,6 +11,9 @@ from kvferry.protocol import messages as wire
 from kvferry.transfer import commands as cmd
 
 FROZEN_S = 16.0  # longer than every limit but that of prefill
+LATE_S = 32.0  # than which nobody waits longer for a prefill
+READS_LATE_S = 8.0
+COMES_LATE_S = 12.0
 HOUR_S = 3600.0
 
 
@@ -160,19 +163,19 @@ def p_is_slow(scene: Scene) -> None:
         for copy in scene.world.copies:
             copy.held = True
         scene.after(FROZEN_S, scene.release)
-    scene.after(32.0, lambda: None if scene.p_handed else scene.hand_over())
+    scene.after(LATE_S, lambda: None if scene.p_handed else scene.hand_over())
 
 
 def d_is_slow(scene: Scene) -> None:
     """D comes, or reads, after more than a lease."""
     if not scene.d_landed:
         scene.d_comes = False
-        scene.after(12.0, scene.land)
+        scene.after(COMES_LATE_S, scene.land)
     elif scene.mode == "pull" and scene.stage in ("met", "flying"):
         scene.paused = scene.world.hold = True
         for copy in scene.world.copies:
             copy.held = True
-        scene.after(8.0, scene.release)
+        scene.after(READS_LATE_S, scene.release)
 
 
 def pool_of_d_full(scene: Scene) -> None:

@@ -70,12 +70,16 @@ class Meter:
         self.metrics = TransferMetrics(make, ["engine"], {0: ["0"]})
         self.before = self.read()
 
-    def read(self) -> dict[str, float]:
+    def feed(self) -> None:
+        """As the engine does after each step."""
         new = self.rank.core.stats.take()
         if new is not None:
             for levels in new.levels.values():
                 self.quarantined = max(self.quarantined, levels.quarantined_blocks)
             self.metrics.observe(new)
+
+    def read(self) -> dict[str, float]:
+        self.feed()
         found = {}
         for family in self.registry.collect():
             for sample in family.samples:
@@ -163,7 +167,7 @@ class Scene(House):
                     if self._reborn is not None:
                         self._reborn()
         for meter in self.meters:
-            meter.read()
+            meter.feed()
 
     # -- what they are told -----------------------------------------------------------------------------------------
 

@@ -368,6 +368,21 @@ class Landings:
         moving = (Leg.STREAMING, Leg.LANDING, Leg.CANCELLING, Leg.SETTLING)
         return sum(leg.state in moving for one in self._landings.values() for leg in one.legs.values())
 
+    def blocks(self) -> list[tuple[RequestKey, tuple[int, ...]]]:
+        """Of every landing: what P may write to."""
+        return [(key, one.destination.block_ids) for key, one in self._landings.items()]
+
+    def inconsistencies(self) -> list[str]:
+        """What must never be."""
+        indexed = {reg_id: key for key, one in self._landings.items() for reg_id in one.legs}
+        out = [] if indexed == self._by_reg else ["the index of registrations is not that of the landings"]
+        return out + [f"landing {key} is over and still here" for key, one in self._landings.items() if one.over()]
+
+    def left_over(self) -> list[str]:
+        """With no landing open: what should have gone with them."""
+        kept = (("registrations", self._by_reg), ("deadlines", self._deadlines))
+        return [f"{len(left)} {what} are left on the decode side" for what, left in kept if len(left)]
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _to_peer_legs(

@@ -54,6 +54,9 @@ class Posts:
     def __len__(self) -> int:
         return len(self._open)
 
+    def open(self) -> tuple[Post, ...]:
+        return tuple(self._open)
+
     def share_with(self, op: Op, peer: Peer) -> HeadShare | None:
         """Which heads go between that peer and us; None: we have nothing to do with each other."""
         assert peer.greeting is not None

@@ -138,6 +138,10 @@ class Recorder:
         elif counts:
             self.count("prefill" if isinstance(result, cmd.Sent) else "decode", result.code or "ok")
 
+    def doomed_requests(self) -> frozenset[str]:
+        """Whose failure was told, and whose end is to come."""
+        return frozenset(self._doomed)
+
     def count(self, side: Side, outcome: str) -> None:
         with self._lock:
             self._open.count(side, outcome)
