@@ -26,6 +26,7 @@ from kvferry.ids import TransferId
 from kvferry.protocol import instructions as ask
 from kvferry.protocol import landing, rendezvous
 from kvferry.protocol import messages as wire
+from kvferry.protocol.consistency import inconsistencies, left_over
 from kvferry.protocol.stream import Pace, Span
 
 PS, DS, TRANSFERS = 2, 2, 6
@@ -500,7 +501,7 @@ class Pair(RuleBasedStateMachine):
     @invariant()
     def machines_are_consistent(self) -> None:
         for machine in [*self.P, *self.D] if hasattr(self, "links") else []:
-            assert machine.inconsistencies() == []
+            assert inconsistencies(machine) == []
 
     def teardown(self) -> None:
         if not hasattr(self, "links"):
@@ -521,7 +522,7 @@ class Pair(RuleBasedStateMachine):
         assert not self.writes and not self.reads
         for machine in [*self.P, *self.D]:
             assert machine.open_count() == 0 and machine.next_due() is None
-            assert machine.left_over() == []
+            assert left_over(machine) == []
         assert set(self.outcomes) == set(self.opened), "a landing without an outcome"
         assert set(self.released) == set(self.readied), "a source without its release"
         assert not self.owner and all(len(free) == 12 for free in self.free_p + self.free_d)

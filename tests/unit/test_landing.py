@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.protocol.instructions import Note, Send
 from kvferry.protocol.landing import Destination, Doomed, Landings, Outcome, StartRead
-from kvferry.protocol.messages import Cancel, Register
+from kvferry.protocol.messages import Cancel, Fetched, Register
 from kvferry.protocol.table import UnexpectedEvent
 
 

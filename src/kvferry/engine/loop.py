@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.config import connector_config
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.invariants import check_engine
 from kvferry.engine.rank import Done, Work
 from kvferry.engine.ranks import Ranks, combined, make_ranks
 from kvferry.engine.request import Output, Request
@@ -114,6 +115,8 @@ class EngineLoop:
                 if scheduler.has_work():
                     self._step(scheduler, ranks)
                 else:
+                    if self.config.debug_invariants:
+                        check_engine(scheduler)
                     self._wait(scheduler)
         except BaseException as death:
             self.death = death

@@ -7,6 +7,7 @@ every leg did. The first leg to fail cancels the others.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -363,25 +364,18 @@ class Landings:
         """Of landings whose request has failed or was aborted, and that P may still write to."""
         return sum(len(one.destination.block_ids) for one in self._landings.values() if one.code)
 
+    def held_by_writers(self) -> Counter[PeerKey]:
+        """Blocks that wait for a peer's word that it will not write them."""
+        held: Counter[PeerKey] = Counter()
+        for one in self._landings.values():
+            for peer in {leg.peer for leg in one.legs.values() if leg.state is Leg.CANCELLING}:
+                held[peer] += len(one.destination.block_ids)
+        return held
+
     def incoming(self) -> int:
         """Legs whose bytes another rank is moving now, or may be: our agent must be driven."""
         moving = (Leg.STREAMING, Leg.LANDING, Leg.CANCELLING, Leg.SETTLING)
         return sum(leg.state in moving for one in self._landings.values() for leg in one.legs.values())
-
-    def blocks(self) -> list[tuple[RequestKey, tuple[int, ...]]]:
-        """Of every landing: what P may write to."""
-        return [(key, one.destination.block_ids) for key, one in self._landings.items()]
-
-    def inconsistencies(self) -> list[str]:
-        """What must never be."""
-        indexed = {reg_id: key for key, one in self._landings.items() for reg_id in one.legs}
-        out = [] if indexed == self._by_reg else ["the index of registrations is not that of the landings"]
-        return out + [f"landing {key} is over and still here" for key, one in self._landings.items() if one.over()]
-
-    def left_over(self) -> list[str]:
-        """With no landing open: what should have gone with them."""
-        kept = (("registrations", self._by_reg), ("deadlines", self._deadlines))
-        return [f"{len(left)} {what} are left on the decode side" for what, left in kept if len(left)]
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -380,31 +380,6 @@ class Rendezvous:
         """Of sources that were given up, and that a WRITE or READ may still read."""
         return sum(len(source.block_ids) for source in self._sources.values() if source.doomed and source.held)
 
-    def inconsistencies(self) -> list[str]:
-        """What must never be."""
-        out = [
-            f"{source.transfer_id}: registration {key} is not in the index"
-            for source in self._sources.values()
-            for key in source.legs
-            if self._by_leg.get(key) != source.transfer_id
-        ]
-        if len(self._by_leg) != sum(len(source.legs) for source in self._sources.values()):
-            out.append("the index knows registrations that no source has")
-        flying: Counter[PeerKey] = Counter()
-        for source in self._sources.values():
-            if source.transfer_id in self._ended:
-                out.append(f"{source.transfer_id} is open and has ended")
-            for leg in source.legs.values():
-                flying[leg.peer] += leg.flying if leg.register.mode == "stream" else 0
-        if +flying != self._flying:
-            out.append(f"streamed WRITEs in flight: {dict(self._flying)} counted, {dict(+flying)} are")
-        return out
-
-    def left_over(self) -> list[str]:
-        """With no source open: what should have gone with them."""
-        kept = (("registrations", self._by_leg), ("deadlines", self._deadlines), ("WRITE counts", self._flying))
-        return [f"{len(left)} {what} are left on the prefill side" for what, left in kept if len(left)]
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _check_mode(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:

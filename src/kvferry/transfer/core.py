@@ -21,15 +21,17 @@ from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import fan_in, legs_for
 from kvferry.protocol.plan import PlanError, total_bytes
-from kvferry.protocol.stream import Pace, Span
+from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
+from kvferry.transfer import quarantine
 from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
 from kvferry.transfer.endings import Endings
 from kvferry.transfer.fabric import Fabric, Op
+from kvferry.transfer.invariants import check_when_idle
 from kvferry.transfer.load import Load
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
@@ -136,6 +138,8 @@ class TransferCore:
             self._say(self._prober.ended())
         self._drive_fabric()
         self._tick()
+        if self.config.debug_invariants:
+            check_when_idle(self)
 
     def _listen(self, timeout_s: float | None) -> None:
         for event in self._channel.poll(timeout_s):
@@ -406,7 +410,7 @@ class TransferCore:
             if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
                 self._peers.stranger(key)
         elif isinstance(message, wire.Register):
-            self._run(self._rendezvous.register(key, message, now, self._pace(peer)))
+            self._run(self._rendezvous.register(key, message, now, self._posts.pace(peer, self.config)))
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
@@ -430,18 +434,6 @@ class TransferCore:
             self._peers.check_warm(peer)
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
-
-    def _pace(self, peer: Peer) -> Pace:
-        unit = max(self._layout.block_size, peer.layout.block_size)
-        share = self._posts.share_with("WRITE", peer)
-        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
-        if not token_bytes:
-            return Pace(unit)
-        meter = self._posts.meter
-        worth = self.config.stream_chunk_bytes or meter.cost.least_bytes(meter.bytes_per_descriptor)
-        least = int(worth / token_bytes)
-        most = max(unit, int(self.config.stream_write_bytes / token_bytes) // unit * unit)
-        return Pace(unit, least, most, token_bytes)
 
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
         """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
@@ -597,3 +589,6 @@ class TransferCore:
             reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
             self._fail_opening(opening, "peer_unreachable", reason)
         self._peers.tick(now, self._wanted)
+        share, blocks = self.config.quarantine_share, self._layout.num_blocks
+        if (worst := quarantine.overfull(self._peers, self._landings, share, blocks)) is not None:
+            self._gone(worst[0], quarantine.CODE, worst[1])

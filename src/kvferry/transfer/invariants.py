@@ -8,36 +8,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import InvariantBroken
+from kvferry.protocol.consistency import inconsistencies, left_over
 from kvferry.transfer.peers import Stage
 
 if TYPE_CHECKING:
     from kvferry.transfer.core import TransferCore
 
 
-class InvariantBroken(KVFerryError):
-    code = "invariant_broken"
-
-
 def check_invariants(core: TransferCore, *, idle: bool) -> None:
     """`idle`: nothing is open, so nothing may be left of what was. Raises `InvariantBroken` with all that is wrong."""
-    found = [*_blocks(core), *_peers(core), *core._rendezvous.inconsistencies(), *core._landings.inconsistencies()]
+    found = [*_peers(core), *inconsistencies(core._rendezvous), *inconsistencies(core._landings)]
     if idle:
         found += _left_over(core)
     if found:
         raise InvariantBroken(f"{core.identity.engine_id} rank {core.identity.rank}: {'; '.join(found)}")
 
 
-def _blocks(core: TransferCore) -> list[str]:
-    """No block of ours is written to for two requests."""
-    owner: dict[int, str] = {}
-    out = []
-    taken = core._landings.blocks() + [(one.land.request, one.land.block_ids) for one in core._openings.values()]
-    for request, block_ids in taken:
-        for block in block_ids:
-            if owner.setdefault(block, request) != request:
-                out.append(f"block {block} is the destination of {owner[block]!r} and of {request!r}")
-    return out
+def check_when_idle(core: TransferCore) -> None:
+    """With nothing open and no request of the engine's known: `check_invariants`."""
+    if not core._requests and not core.busy() and not any(n for what, n in core.open_counts().items() if what != "peers"):
+        check_invariants(core, idle=True)
 
 
 def _peers(core: TransferCore) -> list[str]:
@@ -63,4 +54,4 @@ def _left_over(core: TransferCore) -> list[str]:
     ):
         if left:
             out.append(f"{what} are left: {list(left)[:5]}")
-    return [*out, *core._rendezvous.left_over(), *core._landings.left_over()]
+    return [*out, *left_over(core._rendezvous), *left_over(core._landings)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
 from kvferry.protocol.cost import CostMeter
 from kvferry.protocol.layout import HeadShare, fan_in
-from kvferry.protocol.plan import plan
-from kvferry.protocol.stream import Span
+from kvferry.protocol.plan import plan, total_bytes
+from kvferry.protocol.stream import Pace, Span
 from kvferry.story import Story
 from kvferry.transfer.fabric import Fabric, Handle, Op
 from kvferry.transfer.peers import Identity, Peer
@@ -65,6 +66,18 @@ class Posts:
         p_tp, d_tp = (me.tp_size, other.tp_size) if writing else (other.tp_size, me.tp_size)
         shares = fan_in(d_rank, d_tp, p_tp, self._layout.total_heads)
         return next((share for share in shares if share.p_rank == p_rank), None)
+
+    def pace(self, peer: Peer, config: ConnectorConfig) -> Pace:
+        """How a registration of that peer's is streamed."""
+        unit = max(self._layout.block_size, peer.layout.block_size)
+        share = self.share_with("WRITE", peer)
+        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
+        if not token_bytes:
+            return Pace(unit)
+        worth = config.stream_chunk_bytes or self.meter.cost.least_bytes(self.meter.bytes_per_descriptor)
+        least = int(worth / token_bytes)
+        most = max(unit, int(config.stream_write_bytes / token_bytes) // unit * unit)
+        return Pace(unit, least, most, token_bytes)
 
     def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> bool:
         """Plan and post `span`; False if there is nothing to copy. `source_block_ids`: logical block 0 first.
