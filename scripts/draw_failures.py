@@ -85,7 +85,7 @@ def end(what: End) -> str:
     return f"`{what.code}` {told}{freed}"
 
 
-_FROM = ("computed", "comes", "comes_late", "queue", "late", "reads", "thaw", "slow")
+_FROM = ("computed", "comes", "heard", "over", "comes_late", "queue", "late", "reads", "thaw", "slow")
 
 
 def moment(names: tuple[str, ...]) -> str:

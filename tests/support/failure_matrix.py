@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from failure_rows import COMES_LATE_S, FROZEN_S, LATE_S, READS_LATE_S
+from failure_rows import COMES_LATE_S, CUT_S, FROZEN_S, HEARD_AGAIN_S, LATE_S, READS_LATE_S
 from failure_scene import COMPUTES_S, LIMITS, MODES, STAGES
 
 from kvferry.protocol.landing import Landings
@@ -47,6 +47,8 @@ CLOCK: dict[str, tuple[float, str]] = {
     "comes": (COMPUTES_S, "D comes"),
     "settle": (_SETTLE_S, f"{_SETTLE_S:g} s"),
     "thaw": (FROZEN_S, "the link is back"),
+    "heard": (HEARD_AGAIN_S, "P has welcomed D"),
+    "over": (CUT_S, "the copies have ended"),
     "late": (LATE_S, "P is done at last"),
     "slow": (2.0, "the bytes have crawled over"),
     "comes_late": (COMES_LATE_S, "D comes"),
@@ -207,8 +209,8 @@ _LEGS_CLOSE: tuple[Spec, ...] = (
     _HAD,
 )
 _WORD_LOST: tuple[Spec, ...] = (
-    ("before", "push", "transfer_timeout @ computed + transfer_timeout_s", "transfer_timeout @ computed + transfer_timeout_s", "posts"),
-    ("registered", "push", "transfer_timeout @ computed + transfer_timeout_s", "transfer_timeout @ computed + transfer_timeout_s", "posts"),
+    ("before registered", "push", "transfer_timeout @ computed + transfer_timeout_s",
+        "transfer_timeout @ computed + transfer_timeout_s / computed + transfer_timeout_s + settle", "posts quarantine"),
     ("before", "stream", "ok @ comes", "ok @ comes"),
     ("registered", "stream", "ok @ computed", "ok @ computed"),
     ("before", "pull", "cancelled @ comes + prefill_timeout_s", "transfer_timeout @ comes + prefill_timeout_s"),
@@ -338,14 +340,29 @@ MATRIX: tuple[Row, ...] = (
         "its reason.) It is greeted again every `connect_timeout_s`.",
         (
             ("before", _ALL, "lease_lapsed @ computed + lease_s", "peer_unreachable @ comes + connect_timeout_s"),
+            ("registered", _ALL, "peer_gone @ computed", "peer_gone @ 0 / heard + settle", "quarantine"),
+            ("met flying", "push pull", "peer_gone @ 0", "peer_gone @ 0 / heard + settle", "posts quarantine"),
+            ("met flying", "stream", "peer_gone @ computed", "peer_gone @ 0 / heard + settle", "posts quarantine"),
+            ("landed", _WRITES, "had", "peer_gone @ 0 / heard + settle", "quarantine"),
+            ("landed", "pull", "peer_gone @ 0", "peer_gone @ 0"),
+            _HAD,
+        ),
+    ),
+    Row(
+        "connection breaks",
+        "Only the side channel's, and it is made again at once. Copies that are under way can't be called back: they go on "
+        f"for {CUT_S:g} s more, and P welcomes D again only when they have ended.",
+        (
+            *_rest("before"),
             ("registered", _ALL, "peer_gone @ computed", "peer_gone @ 0 / settle", "quarantine"),
-            ("met flying", "push", "peer_gone @ 0", "peer_gone @ 0 / settle", "posts quarantine"),
-            ("met flying", "stream", "peer_gone @ computed", "peer_gone @ 0 / settle", "posts quarantine"),
-            ("met flying", "pull", "peer_gone @ 0", "peer_gone @ 0", "posts"),
+            ("met flying", "push", "peer_gone @ 0", "peer_gone @ 0 / over + settle", "posts quarantine"),
+            ("met flying", "stream", "peer_gone @ computed", "peer_gone @ 0 / over + settle", "posts quarantine"),
+            ("met flying", "pull", "peer_gone @ 0", "peer_gone @ 0 / over", "posts quarantine"),
             ("landed", _WRITES, "had", "peer_gone @ 0 / settle", "quarantine"),
             ("landed", "pull", "peer_gone @ 0", "peer_gone @ 0"),
             _HAD,
         ),
+        more=("tests/fault/test_processes.py::test_connection_cut_while_writes_are_in_flight",),
     ),
     Row(
         "registration lost",
@@ -392,8 +409,10 @@ MATRIX: tuple[Row, ...] = (
         (
             ("before registered", _WRITES, "write_failed @ computed", "write_failed @ computed", "posts"),
             ("before registered", "pull", "read_failed @ computed", "read_failed @ computed", "posts"),
-            ("met flying", "push", "write_failed @ 0", "write_failed @ 0", "posts"),
-            ("met flying", "stream", "write_failed @ computed", "write_failed @ 0", "posts"),
+            ("met", "push", "write_failed @ 0", "write_failed @ 0", "posts"),
+            ("met", "stream", "write_failed @ computed", "write_failed @ 0", "posts"),
+            ("flying", "push", "write_failed @ 0", "write_failed @ 0 / settle", "posts quarantine"),
+            ("flying", "stream", "write_failed @ computed", "write_failed @ 0 / settle", "posts quarantine"),
             ("met flying", "pull", "read_failed @ 0", "read_failed @ 0", "posts"),
             ("landed decoding", "all of them have completed"),
         ),
@@ -403,10 +422,10 @@ MATRIX: tuple[Row, ...] = (
         f"No message and no byte passes for {FROZEN_S:g} s, longer than a lease, and no connection breaks.",
         (
             ("before", _ALL, "lease_lapsed @ computed + lease_s", "peer_gone @ lease_s / thaw + settle", "quarantine"),
-            ("registered", _WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw", "posts quarantine"),
+            ("registered", _WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "posts quarantine"),
             ("registered", "pull", "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "quarantine"),
-            ("met flying", _WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw", "posts quarantine"),
-            ("met flying", "pull", "peer_gone @ lease_s", "peer_gone @ lease_s / transfer_timeout_s", "posts quarantine"),
+            ("met flying", _WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "posts quarantine"),
+            ("met flying", "pull", "peer_gone @ lease_s", "peer_gone @ lease_s / thaw", "posts quarantine"),
             ("landed", _WRITES, "had", "peer_gone @ lease_s / thaw", "quarantine"),
             ("landed", "pull", "peer_gone @ lease_s", "transfer_timeout @ lease_s"),
             _HAD,
@@ -428,13 +447,16 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "lease lapses, P slow",
-        "Prefill, or the copy, takes longer than its limit.",
+        "Prefill, or the copy, takes longer than its limit. A copy can't be called back: D's blocks wait for its end.",
         (
             ("before", _ALL, "cancelled @ late", "transfer_timeout @ comes + prefill_timeout_s"),
             ("registered", _ALL, "cancelled @ late", "transfer_timeout @ prefill_timeout_s"),
-            ("met flying", "push", "cancelled @ transfer_timeout_s", "transfer_timeout @ transfer_timeout_s", "posts"),
-            ("met flying", "stream", "transfer_timeout @ late", "transfer_timeout @ transfer_timeout_s", "posts"),
-            ("met flying", "pull", "read_failed @ transfer_timeout_s", "transfer_timeout @ transfer_timeout_s", "posts"),
+            ("met flying", "push", "cancelled @ transfer_timeout_s",
+                "transfer_timeout @ transfer_timeout_s / thaw", "posts quarantine"),
+            ("met flying", "stream", "transfer_timeout @ late",
+                "transfer_timeout @ transfer_timeout_s / thaw", "posts quarantine"),
+            ("met flying", "pull", "read_failed @ transfer_timeout_s",
+                "transfer_timeout @ transfer_timeout_s / thaw", "posts quarantine"),
             *_rest("landed", "decoding"),
         ),
     ),

@@ -11,6 +11,8 @@ from kvferry.protocol import messages as wire
 from kvferry.transfer import commands as cmd
 
 FROZEN_S = 16.0  # longer than every limit but that of prefill
+HEARD_AGAIN_S = 20.0  # a whole number of connect time-outs
+CUT_S = 3.0  # longer than D settles
 LATE_S = 32.0  # than which nobody waits longer for a prefill
 READS_LATE_S = 8.0
 COMES_LATE_S = 12.0
@@ -76,7 +78,18 @@ def handshake_fails(scene: Scene) -> None:
     """The connection breaks, and P does not answer the next greeting."""
     scene.network.filter = lambda data: [] if scene.says(data, wire.Hello) else [data]
     scene.cut()
-    scene.after(20.0, scene.all_is_heard)
+    scene.after(HEARD_AGAIN_S, scene.all_is_heard)
+
+
+def connection_breaks(scene: Scene) -> None:
+    scene.paused = True
+    for copy in scene.world.copies:
+        copy.held = True
+    scene.world.hold = scene.stage in ("met", "flying")
+    scene.cut()
+    scene.network.hold = False
+    if scene.world.hold:
+        scene.after(CUT_S, scene.release)
 
 
 def registration_lost(scene: Scene) -> None:
@@ -215,6 +228,7 @@ STRIKES: dict[str, Callable[[Scene], None]] = {
     "P restarts": p_restarts,
     "D restarts": d_restarts,
     "handshake fails": handshake_fails,
+    "connection breaks": connection_breaks,
     "registration lost": registration_lost,
     "registration twice": registration_twice,
     "notification lost": news_lost,

@@ -7,7 +7,7 @@ every leg did. The first leg to fail cancels the others.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -302,7 +302,13 @@ class Landings:
     def landed(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
         return self._to_leg(reg_id, LandedByPeer(), now)
 
-    def failed(self, reg_id: RegistrationId, code: str, reason: str, now: float) -> list[Instruction]:
+    def failed(
+        self, reg_id: RegistrationId, code: str, reason: str, now: float, final: bool = True
+    ) -> list[Instruction]:
+        """Not `final`: some of it may still arrive, until P is gone or has welcomed us anew."""
+        key = self._by_reg.get(reg_id)
+        if not final:
+            return [] if key is None else self._stop(self._landings[key], code, reason, now)
         return self._to_leg(reg_id, FailedByPeer(), now, code=code, reason=reason)
 
     # -- the fabric's side ------------------------------------------------------------------------------------------
@@ -313,12 +319,24 @@ class Landings:
     def read_failed(self, reg_id: RegistrationId, reason: str, now: float) -> list[Instruction]:
         return self._to_leg(reg_id, ReadFailed(), now, code="read_failed", reason=reason)
 
+    def fenced(self, now: float) -> list[Instruction]:
+        """Nothing that was on its way can arrive any more, and none of our READs is in flight."""
+        out: list[Instruction] = []
+        for landing in list(self._landings.values()):
+            for leg in list(landing.legs.values()):
+                if leg.state is Leg.SETTLING:
+                    out += self._apply(landing, leg, Settled(), now)
+                elif leg.state in (Leg.READING, Leg.DRAINING):
+                    out += self._apply(landing, leg, ReadFailed(), now)
+        return out
+
     # -- time -------------------------------------------------------------------------------------------------------
 
     def next_due(self) -> float | None:
         return self._deadlines.next_due()
 
-    def tick(self, now: float) -> list[Instruction]:
+    def tick(self, now: float, may_write: Callable[[PeerKey], bool] = lambda peer: False) -> list[Instruction]:
+        """`may_write`: this lost peer is there, and has not said yet that what it had on the way is over."""
         out: list[Instruction] = []
         for reg_id in self._deadlines.lapsed(now):
             if reg_id not in self._by_reg or reg_id in self._deadlines:
@@ -331,6 +349,8 @@ class Landings:
                 out += self._apply(landing, leg, PeerGone(), now, code="transfer_timeout", reason=reason)
             elif leg.state is Leg.CANCELLING:  # asked again: either word may have been lost
                 out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
+                self._set_deadline(reg_id, leg.state, now)
+            elif leg.state is Leg.SETTLING and may_write(leg.peer):
                 self._set_deadline(reg_id, leg.state, now)
             elif leg.state is Leg.SETTLING:
                 out += self._apply(landing, leg, Settled(), now)
@@ -364,13 +384,19 @@ class Landings:
         """Of landings whose request has failed or was aborted, and that P may still write to."""
         return sum(len(one.destination.block_ids) for one in self._landings.values() if one.code)
 
-    def held_by_writers(self) -> Counter[PeerKey]:
-        """Blocks that wait for a peer's word that it will not write them."""
-        held: Counter[PeerKey] = Counter()
-        for one in self._landings.values():
-            for peer in {leg.peer for leg in one.legs.values() if leg.state is Leg.CANCELLING}:
-                held[peer] += len(one.destination.block_ids)
-        return held
+    def held_by_others(self, up: set[PeerKey]) -> int:
+        """Blocks of failed landings that wait for peers which are not `up`."""
+        failed = [one for one in self._landings.values() if one.code]
+        return sum(
+            len(one.destination.block_ids)
+            for one in failed
+            if any(leg.state not in _OVER and leg.peer not in up for leg in one.legs.values())
+        )
+
+    def settling(self, peer: PeerKey) -> bool:
+        """Whether this lost peer may still have something on the way to us."""
+        legs = (leg for one in self._landings.values() for leg in one.legs.values())
+        return any(leg.state is Leg.SETTLING and leg.peer == peer for leg in legs)
 
     def incoming(self) -> int:
         """Legs whose bytes another rank is moving now, or may be: our agent must be driven."""

@@ -56,6 +56,7 @@ class _Leg:
     flying: int = 0  # WRITEs in flight
     stale: bool = False  # those in flight are of an attempt that is no more
     bad: bool = False  # one of them failed
+    unsure: bool = False  # one of them is of a peer that was given up, and may still arrive there
     nbytes: int = 0
     descriptors: int = 0
     code: str = "cancelled"
@@ -305,8 +306,13 @@ class Rendezvous:
         code: str = "write_failed",
         *,
         lost: bool = False,
+        over: bool = True,
     ) -> list[Instruction]:
-        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows."""
+        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows. Not `over`: nobody waits
+        for it any more, but its bytes may still arrive, so D must not take our word for its blocks."""
+        transfer_id = self._by_leg.get((peer, reg_id))
+        if transfer_id is not None and not over:
+            self._sources[transfer_id].legs[peer, reg_id].unsure = True
         return self._written((peer, reg_id), now, 0, 0, code, reason, lost)
 
     # -- whoever asks -----------------------------------------------------------------------------------------------
@@ -534,7 +540,7 @@ class Rendezvous:
         elif action == "landed":
             out.append(Send(peer, Landed(reg_id=reg_id, nbytes=leg.nbytes, descriptors=leg.descriptors)))
         elif action == "failed" and not leg.peer_gone:
-            out.append(Send(peer, Failed(reg_id=reg_id, code=leg.code, reason=leg.reason)))
+            out.append(Send(peer, Failed(reg_id=reg_id, code=leg.code, reason=leg.reason, final=not leg.unsure)))
         if target is Leg.ENDED:
             ok = action == "landed"
             source.ended_ok += ok

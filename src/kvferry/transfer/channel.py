@@ -68,6 +68,9 @@ class Channel(Protocol):
     def send(self, key: ChannelKey, data: bytes) -> bool:
         """False if there is no such connection now."""
 
+    def answers(self, key: ChannelKey) -> bool:
+        """Whether somebody, even if he says nothing, listens at a dialled address."""
+
     def hang_up(self, key: ChannelKey) -> None:
         """Close a dialled connection, forget an incoming one."""
 
@@ -110,6 +113,7 @@ class ZmqChannel:
         self._dialled: dict[ChannelKey, zmq.Socket[bytes]] = {}
         self._monitors: dict[ChannelKey, zmq.Socket[bytes]] = {}
         self._up: set[ChannelKey] = set()
+        self._answering: set[ChannelKey] = set()
         self._look_again = 0.0
         self._poller = zmq.Poller()
         for source in (self._router, self._router_monitor, self._wake_fd):
@@ -129,7 +133,7 @@ class ZmqChannel:
         socket.reconnect_ivl_max = 1000
         socket.identity = secrets.token_bytes(12)
         socket.immediate = True  # what could not be sent is dropped with its connection, not sent on the next one
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED
         monitor = socket.get_monitor_socket(events)
         try:
             socket.connect(endpoint(host, port))
@@ -164,8 +168,12 @@ class ZmqChannel:
             raise
         return True
 
+    def answers(self, key: ChannelKey) -> bool:
+        return key in self._answering
+
     def hang_up(self, key: ChannelKey) -> None:
         self._incoming.pop(key, None)
+        self._answering.discard(key)
         socket = self._dialled.pop(key, None)
         if socket is None:
             return
@@ -244,7 +252,11 @@ class ZmqChannel:
                 event = recv_monitor_message(self._monitors[key], zmq.DONTWAIT)["event"]
             except zmq.Again:
                 return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                self._answering.add(key)  # the kernel's word: the process may be stopped
+            elif event == zmq.EVENT_CLOSED:
+                self._answering.discard(key)  # refused; a connection that was made and lost says nothing yet
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._up.add(key)
                 out.append(Up(key))
             elif key in self._up:

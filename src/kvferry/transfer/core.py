@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvferry.config import ConnectorConfig
 from kvferry.errors import FabricError, PeerUnreachable
@@ -25,7 +24,6 @@ from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
-from kvferry.transfer import quarantine
 from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
@@ -33,23 +31,18 @@ from kvferry.transfer.endings import Endings
 from kvferry.transfer.fabric import Fabric, Op
 from kvferry.transfer.invariants import check_when_idle
 from kvferry.transfer.load import Load
+from kvferry.transfer.opening import Opening
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
-from kvferry.transfer.posts import Posts
+from kvferry.transfer.posts import LOST, Post, Posts
 from kvferry.transfer.prober import Prober
+from kvferry.transfer.quarantine import Quarantine
 from kvferry.transfer.stats import Recorder
 
 log = logging.getLogger("kvferry.transfer")
 
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
+_LOST_S = 0.01  # what nobody waits for is looked at this often
 _STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
-
-
-@dataclass
-class _Opening:
-    """A request whose prefill engine isn't connected yet."""
-
-    land: cmd.Land
-    due: float
 
 
 class TransferCore:
@@ -100,8 +93,12 @@ class TransferCore:
             up=self._peer_up,
             refused=self._advance_all,
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
+            reached=self._posts.reach,
         )
-        self._openings: dict[str, _Opening] = {}
+        name, most = f"{identity.engine_id} rank {identity.rank}", int(config.quarantine_share * layout.num_blocks)
+        holders = (self._peers, self._landings, self._posts, fabric)
+        self._quarantine = Quarantine(name, most, config.lease_s, *holders)
+        self._openings: dict[str, Opening] = {}
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
         self._endings = Endings()
@@ -150,6 +147,7 @@ class TransferCore:
                 self._peers.greet(event.key)
             elif isinstance(event, Down):
                 self._rendezvous.unwatch(event.key)
+                self._peers.held.pop(event.key, None)
                 self._gone(event.key, "peer_gone", "the connection was lost")
                 if self._prober is not None:
                     self._prober.lost(event.key)
@@ -204,7 +202,7 @@ class TransferCore:
                 taken = self.stats.allocated(command, self._layout.block_size)
                 self._story.note(command.transfer_id, "allocated", **taken)
                 due = now + self.config.connect_timeout_s
-                opening = self._openings[command.request] = _Opening(command, due)
+                opening = self._openings[command.request] = Opening(command, due)
                 self._advance(opening)
             elif isinstance(command, cmd.Wait):
                 self._announce(command)
@@ -278,14 +276,14 @@ class TransferCore:
             self._fail_opening(opening, "cancelled", reason)
         self._run(self._landings.cancel(request, reason, self._clock()))
 
-    def _advance(self, opening: _Opening) -> None:
+    def _advance(self, opening: Opening) -> None:
         """Open the landing as soon as P's rank 0 is up, or fail it if that can't be."""
         try:
             self._try_to_open(opening)
         except PeerUnreachable as error:  # some rank's address can be none, whenever we come to dial it
             self._fail_opening(opening, error.code, str(error))
 
-    def _try_to_open(self, opening: _Opening) -> None:
+    def _try_to_open(self, opening: Opening) -> None:
         land = opening.land
         first = self._peers.dial(land.host, land.port)
         if first.stage is Stage.REFUSED:
@@ -321,7 +319,7 @@ class TransferCore:
         self._run(self._landings.open(destination, self._peers.up_keys(), self._clock()))
         return None
 
-    def _fail_opening(self, opening: _Opening, code: str, reason: str) -> None:
+    def _fail_opening(self, opening: Opening, code: str, reason: str) -> None:
         land = opening.land
         del self._openings[land.request]
         self._story.note(land.transfer_id, "failed", code=code, reason=reason)
@@ -345,17 +343,28 @@ class TransferCore:
             return
         now = self._clock()
         lost = self._posts.drop(key)
-        text = self._peers.cut(peer, reason)
+        text = self._peers.cut(peer, reason, keep_agent=self._posts.reach(peer.agent))
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
-                self._run(self._rendezvous.write_failed(key, post.register.reg_id, text, now, code, lost=True))
+                over, reg_id = post.handle is None, post.register.reg_id
+                self._run(self._rendezvous.write_failed(key, reg_id, text, now, code, lost=True, over=over))
+            elif post.handle is not None:
+                self._channel.send(key, codec.encode(wire.Fetched(reg_id=post.register.reg_id, ok=False)))
         self._run(self._landings.peer_gone(key, code, text, now))
         self._run(self._rendezvous.peer_gone(key, text, now))
         for post in lost:
-            if post.op == "READ":
+            if post.op == "READ" and post.handle is None:
                 self._run(self._landings.read_failed(post.register.reg_id, text, now))
         if not keep:
             self._peers.hang_up(peer, text, self._wanted(peer))
+
+    def _lost_is_over(self, post: Post) -> None:
+        """Nothing of it can arrive any more, wherever it was to go."""
+        if post.op == "READ":
+            reason = "its prefill engine was lost while it was read from"
+            self._run(self._landings.read_failed(post.register.reg_id, reason, self._clock()))
+        if not self._posts.reach(post.agent):
+            self._peers.nothing_reaches(post.agent)
 
     def _peer_up(self, key: str) -> None:
         self._run(self._landings.connected(key, self._clock()))
@@ -366,7 +375,8 @@ class TransferCore:
             self._advance(opening)
 
     def _wanted(self, peer: Peer) -> bool:
-        return any((o.land.host, o.land.port) == peer.address for o in self._openings.values())
+        """A request waits for it, or it may still write to us and must say that it doesn't."""
+        return self._landings.settling(peer.key) or any((o.land.host, o.land.port) == peer.address for o in self._openings.values())
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -426,7 +436,7 @@ class TransferCore:
         elif isinstance(message, wire.Landed):
             self._landed_by(peer, message)
         elif isinstance(message, wire.Failed):
-            self._run(self._landings.failed(message.reg_id, message.code, message.reason, now))
+            self._run(self._landings.failed(message.reg_id, message.code, message.reason, now, message.final))
         elif isinstance(message, wire.Welcome):
             self._peers.welcome(peer, message)
         elif isinstance(message, wire.Warm):
@@ -558,6 +568,9 @@ class TransferCore:
         self._fabric.progress()
         self._peers.drive()
         for post, code, reason in self._posts.poll():
+            if code == LOST:
+                self._lost_is_over(post)
+                continue
             if code:
                 self._gone(post.peer, code, reason)
                 continue
@@ -569,7 +582,8 @@ class TransferCore:
         if self._commands:
             return 0.0
         if self.busy():
-            return 0.0 if now - self._last_progress < _SPIN_S else 0.001
+            soon = _LOST_S if self._posts.only_lost() and not self._peers.busy() else 0.001
+            return 0.0 if now - self._last_progress < _SPIN_S else soon
         waits = [w - now for w in (self._rendezvous.next_due(), self._landings.next_due()) if w is not None]
         waits += [opening.due - now for opening in self._openings.values()]
         waits += self._peers.waits(now)
@@ -580,7 +594,7 @@ class TransferCore:
     def _tick(self) -> None:
         now = self._clock()
         self._run(self._rendezvous.tick(now))
-        self._run(self._landings.tick(now))
+        self._run(self._landings.tick(now, self._peers.may_write))
         for opening in [o for o in self._openings.values() if o.due <= now]:
             land = opening.land
             peer = self._peers.by_address(land.host, land.port)
@@ -589,6 +603,4 @@ class TransferCore:
             reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
             self._fail_opening(opening, "peer_unreachable", reason)
         self._peers.tick(now, self._wanted)
-        share, blocks = self.config.quarantine_share, self._layout.num_blocks
-        if (worst := quarantine.overfull(self._peers, self._landings, share, blocks)) is not None:
-            self._gone(worst[0], quarantine.CODE, worst[1])
+        self._run(self._quarantine.relieve(now, self._gone))

@@ -53,6 +53,10 @@ class Fabric(Protocol):
     def progress(self) -> None:
         """Let peers' accesses to our memory proceed, where the transport needs our help (TCP)."""
 
+    def renew(self) -> None:
+        """A new agent with the same memory, in place of this one, which nothing can reach any more: peers are gone, and
+        `metadata` is another. Handles must have been released. Raises `FabricError`."""
+
     def close(self) -> None:
         """Deregister everything. Idempotent."""
 

@@ -28,6 +28,7 @@ log = logging.getLogger("kvferry.transfer")
 
 SCRATCH_BYTES = 64
 CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
+_REDIAL_SOON_S = 0.05  # one that may still write to us
 _REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
 
 _MIN_BEAT_S = 0.1  # however short the other side says its patience is
@@ -103,7 +104,8 @@ class Peers:
 
     `lose(key, code, reason, keep)`: the owner's way to cut a peer off; it calls `cut` and `hang_up` here in between its
     own bookkeeping. `up(key)`: a peer can be used. `refused()`: some peer will not talk to us. `silent(key, reason)`:
-    one that may be writing to us is not heard of any more.
+    one that may be writing to us is not heard of any more. `reached(agent)`: copies from or to it are in flight though
+    its peer was given up.
     """
 
     def __init__(
@@ -120,13 +122,17 @@ class Peers:
         up: Callable[[str], None],
         refused: Callable[[], None],
         silent: Callable[[str, str], None],
+        reached: Callable[[PeerName], bool],
     ) -> None:
+        self.held: dict[str, Hello] = {}
+        """Greetings that wait until nothing that we posted before can reach who greets."""
         self.by_key: dict[str, Peer] = {}
         self.life = new_life_id()
         self._identity, self._config, self._layout, self._scratch = identity, config, layout, scratch
         self._fabric, self._channel, self._clock = fabric, channel, clock
         self._metadata = fabric.metadata()
         self._lose, self._up, self._refused, self._silent = lose, up, refused, silent
+        self._reached = reached
         self._standing = {parse_address(peer, "peers") for peer in config.peers}
 
     def dial_standing(self) -> None:
@@ -156,6 +162,10 @@ class Peers:
         return peer
 
     def send(self, key: str, message: Message) -> None:
+        """What can't be sent means that the peer is lost; to one that is only being dialled nothing can be."""
+        peer = self.by_key.get(key)
+        if peer is not None and peer.stage is Stage.DIALING:
+            return
         if self._channel.send(key, codec.encode(message)):
             peer = self.by_key.get(key)
             if peer is not None:
@@ -197,6 +207,10 @@ class Peers:
             fan_in(hello.rank, hello.tp_size, me.tp_size, self._layout.total_heads)
             agent = self._fabric.add_peer(hello.agent)
             self._check_agent(agent, hello)
+            self.held.pop(key, None)
+            if self._reached(agent):
+                self.held[key] = hello  # a welcome says that nothing of ours can arrive there any more
+                return
         except KVFerryError as error:
             reason = f"prefill engine {me.engine_id} refuses decode engine {hello.engine_id}: {error}"
             log.error("%s", reason)
@@ -264,12 +278,31 @@ class Peers:
             self._up(peer.key)
         return None
 
-    def cut(self, peer: Peer, reason: str) -> str:
-        """Forget its agent; nothing more can be posted to it. What to tell people."""
+    def nothing_reaches(self, agent: PeerName) -> None:
+        """What we had posted before its peer was given up has ended."""
+        if all(other.agent != agent for other in self.by_key.values()):
+            self._fabric.remove_peer(agent)
+        for key, hello in list(self.held.items()):
+            self.hello(key, hello)
+
+    def renewed(self) -> None:
+        """Our agent is another one."""
+        self._metadata = self._fabric.metadata()
+        self.held.clear()
+
+    def may_write(self, key: str) -> bool:
+        """A lost peer's address answers, but who is there has not welcomed us (again): it may be the one that we lost,
+        with WRITEs in flight. A dead one's doesn't answer, and its sockets are closed."""
+        peer = self.by_key.get(key)
+        return peer is not None and peer.stage in (Stage.DIALING, Stage.GREETING) and self._channel.answers(key)
+
+    def cut(self, peer: Peer, reason: str, *, keep_agent: bool) -> str:
+        """Nothing more can be posted to it, and its agent is forgotten, unless some posts are in flight. What to tell
+        people."""
         del self.by_key[peer.key]
         if peer.warm_handle is not None:
             self._fabric.release(peer.warm_handle)
-        if peer.agent and all(other.agent != peer.agent for other in self.by_key.values()):
+        if peer.agent and not keep_agent and all(other.agent != peer.agent for other in self.by_key.values()):
             self._fabric.remove_peer(peer.agent)
         if peer.stage is not Stage.DIALING:
             log.warning("%s rank %d: lost %s: %s", self._identity.engine_id, self._identity.rank, peer.name, reason)
@@ -283,7 +316,7 @@ class Peers:
         if peer.address is not None and (wanted or peer.address in self._standing):
             now = self._clock()
             again = Peer(peer.key, Stage.DIALING, address=peer.address, heard_at=now, said_at=now)
-            again.redial_at = now + _REDIAL_S
+            again.redial_at = now + (_REDIAL_SOON_S if wanted else _REDIAL_S)
             self.by_key[peer.key] = again
 
     def stranger(self, key: str) -> None:

@@ -13,7 +13,7 @@ from kvferry.protocol.layout import HeadShare, fan_in
 from kvferry.protocol.plan import plan, total_bytes
 from kvferry.protocol.stream import Pace, Span
 from kvferry.story import Story
-from kvferry.transfer.fabric import Fabric, Handle, Op
+from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
 from kvferry.transfer.peers import Identity, Peer
 from kvferry.transfer.stats import Recorder
 
@@ -25,6 +25,7 @@ class Post:
 
     op: Op
     peer: str
+    agent: PeerName
     register: wire.Register
     handle: Handle | None  # None: could not be posted
     nbytes: int
@@ -34,8 +35,16 @@ class Post:
     post_s: float = 0.0
 
 
+LOST = "lost"
+"""`Posts.poll`'s code for a post that has ended, one way or the other, after its peer was given up."""
+
+
 class Posts:
-    """`limit_s`: a post that takes longer counts as broken."""
+    """`limit_s`: a post that takes longer counts as broken.
+
+    A posted copy can't be called back: the fabric goes on with it whatever becomes of the side channel, even if its
+    handle is released. So those of a peer that was given up are kept, and polled, until the fabric says how they ended.
+    """
 
     def __init__(
         self,
@@ -50,10 +59,19 @@ class Posts:
         self._identity, self._layout, self._fabric = identity, layout, fabric
         self._story, self._clock, self._limit_s, self._stats = story, clock, limit_s, stats
         self._open: list[Post] = []
+        self._lost: list[Post] = []
         self.meter = CostMeter()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._lost)
+
+    def only_lost(self) -> bool:
+        """What is in flight is of use to nobody."""
+        return not self._open
+
+    def reach(self, agent: PeerName) -> bool:
+        """Copies from or to that agent are in flight, though its peer was given up."""
+        return any(post.agent == agent for post in self._lost)
 
     def open(self) -> tuple[Post, ...]:
         return tuple(self._open)
@@ -96,7 +114,7 @@ class Posts:
         if not made.descriptors:
             return False
         planned = self._clock()
-        post = Post(op, peer.key, register, None, made.total_bytes, made.descriptors, planned, started)
+        post = Post(op, peer.key, peer.agent, register, None, made.total_bytes, made.descriptors, planned, started)
         self._open.append(post)
         local, remote = (made.src, made.dst) if writing else (made.dst, made.src)
         post.handle = self._fabric.post(op, peer.agent, local, remote, made.nbytes, peer.layout.device)
@@ -115,6 +133,11 @@ class Posts:
     def poll(self) -> Iterator[tuple[Post, str, str]]:
         """(post, code, reason) of each that ended: code '' if well. The caller cuts the peer of one that did not: some
         of its copies may be under way still, and the connection is broken for all."""
+        for post in list(self._lost):
+            if self._is_over(post):
+                self._lost.remove(post)
+                self._fabric.release(post.handle)
+                yield post, LOST, ""
         for post in list(self._open):
             if post not in self._open:
                 continue  # went with its peer
@@ -141,16 +164,23 @@ class Posts:
             elif self._clock() - post.posted_at > self._limit_s:
                 yield post, "transfer_timeout", f"a {post.op} took more than {self._limit_s:g} s"
 
+    def _is_over(self, post: Post) -> bool:
+        try:
+            return self._fabric.check(post.handle)
+        except FabricError:
+            return True
+
     def drop(self, peer: str) -> list[Post]:
-        """Forget everything posted to this peer; what was forgotten."""
+        """Give up everything posted to this peer; what was given up. `poll` says `LOST` of each that has a handle."""
         lost = [post for post in self._open if post.peer == peer]
         self._open = [post for post in self._open if post.peer != peer]
+        self._lost += [post for post in lost if post.handle is not None]
         self._stats.failed(len(lost))
-        for post in lost:
-            if post.handle is not None:
-                self._fabric.release(post.handle)
         return lost
 
     def close(self) -> None:
         for key in {post.peer for post in self._open}:
             self.drop(key)
+        for post in self._lost:
+            self._fabric.release(post.handle)
+        self._lost.clear()

@@ -1,26 +1,52 @@
-"""Blocks that can't go back because a silent peer may still write to them: how many are too many. Core's thread."""
+"""Blocks that can't go back because a peer that isn't heard of may still write to them: how many are too many.
+
+The one fence that needs nobody's word is an agent of our own that is no more: its sockets are closed and its memory
+keys are void, so nothing that was posted to it can arrive. Core's thread.
+"""
 
 from __future__ import annotations
 
-from kvferry.protocol.landing import Landings
-from kvferry.transfer.peers import Peers, Stage
+import logging
+from collections.abc import Callable
 
+from kvferry.protocol.landing import Instruction, Landings
+from kvferry.transfer.fabric import Fabric
+from kvferry.transfer.peers import Peers
+from kvferry.transfer.posts import Posts
+
+log = logging.getLogger("kvferry.transfer")
 CODE = "quarantine_full"
 
 
-def overfull(peers: Peers, landings: Landings, share: float, num_blocks: int) -> tuple[str, str] | None:
-    """(key of the peer to cut off, why), if silent peers hold up more than `share` of our `num_blocks`.
+class Quarantine:
+    """`most`: blocks. `patience_s`: for how long there may be more."""
 
-    One that is heard of answers soon. One that was stopped listens before it goes on writing (`TransferCore.step`), and
-    so finds that it was cut off; what the network had of its WRITEs arrives while the landing settles.
-    """
-    silent = {key for key, peer in peers.by_key.items() if peer.stage is Stage.SILENT}
-    if not silent:
-        return None
-    held = {key: blocks for key, blocks in landings.held_by_writers().items() if key in silent}
-    total, most = sum(held.values()), int(share * num_blocks)
-    if total <= most:
-        return None
-    key = max(held, key=lambda one: held[one])
-    reason = f"{total} of {num_blocks} blocks wait for peers that are silent, at most {most} may: this one has {held[key]}"
-    return key, reason
+    def __init__(
+        self, name: str, most: int, patience_s: float, peers: Peers, landings: Landings, posts: Posts, fabric: Fabric
+    ) -> None:
+        self._name, self._most, self._patience_s = name, most, patience_s
+        self._peers, self._landings, self._posts, self._fabric = peers, landings, posts, fabric
+        self._since: float | None = None
+
+    def relieve(self, now: float, lose: Callable[[str, str, str, bool], None]) -> list[Instruction]:
+        """If there are too many for too long: a new agent, and everybody is greeted anew. What ends with that.
+
+        Transfers that other peers have under way with us fail too. Raises `FabricError`.
+        """
+        held = self._landings.held_by_others(self._peers.up_keys())
+        if held <= self._most:
+            self._since = None
+            return []
+        if self._since is None:
+            self._since = now
+        if now - self._since <= self._patience_s:
+            return []
+        self._since = None
+        reason = f"{held} blocks wait for peers that are not heard of, at most {self._most} may: a new agent is made"
+        log.error("%s: %s", self._name, reason)
+        for key in list(self._peers.by_key):
+            lose(key, CODE, reason, False)
+        self._posts.close()
+        self._fabric.renew()
+        self._peers.renewed()
+        return self._landings.fenced(now)
