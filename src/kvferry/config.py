@@ -78,9 +78,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Folder for per-transfer event lines (see `kvferry story`). Empty: off."""
 
     quarantine_share: float = 0.5
-    """Blocks of failed requests stay until their writer is heard of. If writers that aren't hold more than this share of
-    the decode engine's blocks for `lease_s`, it makes a new NIXL agent, which nothing old can reach, and greets all peers
-    anew; other transfers to it that are under way then fail."""
+    """Blocks of failed requests stay until their writer is heard of. If writers that aren't hold more than this share
+    of the decode engine's blocks for `lease_s`, it makes a new NIXL agent, which nothing old can reach, and greets all
+    peers anew; other transfers to it that are under way then fail."""
 
     debug_invariants: bool = False
     """Whenever nothing is open, look whether anything was left behind, and end the engine if so. For tests."""

@@ -1,6 +1,6 @@
-"""Cells of the failure matrix between two real processes: NIXL over TCP, ZMQ, a thread each; killed and stopped for real.
+"""Cells of the failure matrix between two real processes: NIXL over TCP, ZMQ, a thread each; killed, stopped, cut off.
 
-WRITEs stay in flight because TCP moves bytes only while their target drives its agent: a target that is stopped doesn't.
+WRITEs stay in flight because TCP moves bytes only while their target drives its agent; one that is stopped doesn't.
 """
 
 from __future__ import annotations
@@ -37,28 +37,22 @@ def ends(child: Child, code: str | set[str], since: float, least: float = 0.0, m
     child.ask("open")
 
 
-def in_flight(pair: Pair, tid: str, reader: Child, poster: Child) -> None:
-    """Copies that don't complete, since the side that they reach into is stopped."""
+def in_flight(pair: Pair, tid: str) -> None:
+    """WRITEs that don't complete: D is stopped."""
     pair.expect(tid)
     pair.land(tid, ALL, ALL_TOKENS)
     pair.until(pair.p, "legs", lambda legs: legs == 1)
-    if pair.mode == "pull":  # P is read from: it must say `Grant` first, and is stopped by D's post
-        pair.ready(tid, ALL, ALL_TOKENS)
-        pair.until(poster, "open", lambda held: held["posts"] == 1)
-        pair.stop(reader)
-        return
-    pair.stop(reader)
+    pair.stop(pair.d)
     if pair.mode == "stream":
         pair.grown(tid, ALL[:-1], ALL_TOKENS - BLOCK)
     else:
         pair.ready(tid, ALL, ALL_TOKENS)
-    pair.until(poster, "open", lambda held: held["posts"] == 1)
+    pair.until(pair.p, "open", lambda held: held["posts"] == 1)
 
 
-@pytest.mark.parametrize("mode", ["push", "stream"])
-def test_killed(mode: str, start: Start) -> None:
+def test_killed(start: Start) -> None:
     """P, then D, at each stage; whoever died is started again at the same address, and the pair works."""
-    pair = start(mode, token_bytes=BIG, **LIMITS, stream_chunk_bytes=1)
+    pair = start("push", token_bytes=BIG, **LIMITS)
     d = pair.d
 
     pair.kill(pair.p)  # before registration
@@ -74,7 +68,7 @@ def test_killed(mode: str, start: Start) -> None:
     ends(d, "peer_gone", pair.kill(pair.p))
     pair.restart("p")
 
-    in_flight(pair, "flying", pair.d, pair.p)
+    in_flight(pair, "flying")
     since = pair.kill(pair.p)
     pair.go_on(pair.d)
     ends(d, "peer_gone", since)
@@ -103,11 +97,8 @@ def test_killed(mode: str, start: Start) -> None:
     ends(p, "peer_gone", since)
     pair.restart("d")
 
-    in_flight(pair, "d-flying", pair.d, p)
+    in_flight(pair, "d-flying")
     since = pair.kill(pair.d)
-    if mode == "stream":
-        pair.until(p, "legs", lambda legs: legs == 0)
-        pair.ready("d-flying", ALL, ALL_TOKENS)
     ends(p, {"peer_gone", "write_failed"}, since)  # whoever says it first, ZMQ or NIXL
     pair.until(p, "open", lambda held: held["posts"] == 0)
     pair.nothing_held(p)
@@ -121,9 +112,30 @@ def test_killed(mode: str, start: Start) -> None:
     pair.nothing_held(pair.p, pair.d)
 
 
+def test_killed_in_the_middle_of_a_stream(start: Start) -> None:
+    pair = start("stream", token_bytes=BIG, stream_chunk_bytes=1, **LIMITS)
+    in_flight(pair, "flying")
+    since = pair.kill(pair.p)
+    pair.go_on(pair.d)
+    ends(pair.d, "peer_gone", since)
+    pair.nothing_held(pair.d)
+    pair.restart("p")
+
+    in_flight(pair, "d-flying")
+    pair.kill(pair.d)
+    pair.until(pair.p, "legs", lambda legs: legs == 0)
+    since = time.monotonic()
+    pair.ready("d-flying", ALL, ALL_TOKENS)
+    ends(pair.p, {"peer_gone", "write_failed"}, since)
+    pair.until(pair.p, "open", lambda held: held["posts"] == 0)
+    pair.nothing_held(pair.p)
+    pair.restart("d")
+    pair.works("the end")
+
+
 def test_stopped(start: Start) -> None:
-    """C43: a stopped P fails D's request at the end of a lease, keeps its blocks until it goes on, and reaches none that
-    went back; a stopped D is cut off, and greeted anew."""
+    """C43: a stopped P fails D's request at the end of a lease, keeps its blocks until it goes on, and reaches none
+    that went back; a stopped D is cut off, and greeted anew."""
     pair = start("push", token_bytes=BIG, **LIMITS)
 
     pair.expect("registered")
@@ -140,7 +152,7 @@ def test_stopped(start: Start) -> None:
     pair.ready("registered", (5, 6), TOKENS)
     assert [one.ok for one in pair.p.ask("results", 1, 5.0)] == [False]
 
-    in_flight(pair, "flying", pair.d, pair.p)
+    in_flight(pair, "flying")
     pair.stop(pair.p)
     pair.go_on(pair.d)
     (failing,) = pair.d.ask("results", 1, 6.0)
@@ -154,7 +166,7 @@ def test_stopped(start: Start) -> None:
     pair.d.ask("up", 1)
     pair.works("after")
 
-    in_flight(pair, "d-stopped", pair.d, pair.p)
+    in_flight(pair, "d-stopped")
     since = time.monotonic()
     (sent,) = pair.p.ask("results", 1, 6.0)
     assert sent.code == "peer_gone" and time.monotonic() - since < LIMITS["lease_s"] + 1.0
@@ -168,12 +180,12 @@ def test_stopped(start: Start) -> None:
 
 
 def test_a_stopped_writer_that_holds_too_much_is_cut_off_and_reaches_nothing(start: Start) -> None:
-    """All of D's blocks wait for a P that is stopped in the middle of its WRITE. They are free two leases later, and what
-    P does when it goes on lands in none of them."""
+    """All of D's blocks wait for a P that is stopped in the middle of its WRITE. They are free two leases later, and
+    what P does when it goes on lands in none of them."""
     pair = start("push", token_bytes=BIG, quarantine_share=0.5, **LIMITS)
     for turn in range(3):
         tid = f"t{turn}"
-        in_flight(pair, tid, pair.d, pair.p)
+        in_flight(pair, tid)
         since = pair.stop(pair.p)
         pair.go_on(pair.d)
         failing, received = pair.d.ask("results", 2, 8.0)
@@ -192,7 +204,7 @@ def test_connection_cut_while_writes_are_in_flight(start: Start) -> None:
     """Both live, only their side channel breaks: the WRITE can't be called back, so D's blocks wait for its end."""
     pair = start("push", relay=True, token_bytes=BIG)
     assert pair.relay is not None
-    in_flight(pair, "flying", pair.d, pair.p)
+    in_flight(pair, "flying")
     pair.relay.cut()
     assert [one.code for one in pair.p.ask("results", 1, 5.0)] == ["peer_gone"]
     pair.go_on(pair.d)

@@ -1,4 +1,4 @@
-"""A request on D whose KV comes from elsewhere, and an engine that runs out of blocks: vLLM's rules, no time, no thread."""
+"""A request on D whose KV comes from elsewhere, and an engine that runs out of blocks, by vLLM's rules."""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ _LEGS_CLOSE: tuple[Spec, ...] = (
 )
 _WORD_LOST: tuple[Spec, ...] = (
     ("before registered", "push", "transfer_timeout @ computed + transfer_timeout_s",
-        "transfer_timeout @ computed + transfer_timeout_s / computed + transfer_timeout_s + settle", "posts quarantine"),
+        "transfer_timeout @ computed + transfer_timeout_s / computed + transfer_timeout_s + settle",
+        "posts quarantine"),
     ("before", "stream", "ok @ comes", "ok @ comes"),
     ("registered", "stream", "ok @ computed", "ok @ computed"),
     ("before", "pull", "cancelled @ comes + prefill_timeout_s", "transfer_timeout @ comes + prefill_timeout_s"),
@@ -221,6 +222,11 @@ _WORD_LOST: tuple[Spec, ...] = (
     ("landed", _WRITES, "had", "transfer_timeout @ transfer_timeout_s"),
     _HAD,
 )  # fmt: skip
+_KILLED = (
+    "tests/fault/test_processes.py::test_killed",
+    "tests/fault/test_processes.py::test_killed_in_the_middle_of_a_stream",
+    "tests/fault/test_engines.py::test_killed_at_each_stage",
+)
 _ROUTER_502 = "502 `engine_error`"
 
 MATRIX: tuple[Row, ...] = (
@@ -232,7 +238,7 @@ MATRIX: tuple[Row, ...] = (
             "before registered": f"{_ROUTER_502}: P's leg broke",
             "met flying landed": "502 `transfer_failed`, or `engine_error` if P had not answered",
         },
-        more=("tests/fault/test_processes.py::test_killed",),
+        more=_KILLED,
     ),
     Row(
         "D dies",
@@ -243,12 +249,12 @@ MATRIX: tuple[Row, ...] = (
             "registered met flying landed": f"{_ROUTER_502}: D's leg broke",
             "decoding": "502 `engine_error`; if it streams, one error event and the end",
         },
-        more=("tests/fault/test_processes.py::test_killed",),
+        more=_KILLED,
     ),
     Row(
         "router dies",
-        "Its connections close, so both engines abort what they have of the request; a decode leg that was not sent yet "
-        "never comes.",
+        "Its connections close, so both engines abort what they have of the request; a decode leg that was not sent "
+        "yet never comes.",
         (*_LEGS_CLOSE, ("met flying", "push pull", "cancelled @ 0", "cancelled @ 0")),
         client={_EVERY: "its connection breaks"},
         more=("tests/fault/test_router.py::test_router_killed",),
@@ -262,7 +268,8 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "request aborted on P",
-        "P's engine aborts the request. Once all its KV was handed over, it has ended there and the abort finds nothing.",
+        "P's engine aborts the request. Once all its KV was handed over, it has ended there, and the abort finds "
+        "nothing.",
         (
             ("before", _ALL, "=aborted", "aborted @ comes"),
             ("registered", _ALL, "=aborted", "aborted @ 0"),
@@ -273,8 +280,8 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "request aborted on D",
-        "D's engine aborts the request. Before it has blocks, P isn't told by the engine of it; the router's word is in "
-        "the row 'client leaves'.",
+        "D's engine aborts the request. Before it has blocks, P isn't told by the engine of it; the router's word is "
+        "in the row 'client leaves'.",
         (
             ("before", _ALL, "lease_lapsed @ computed + lease_s", "-"),
             ("registered", _ALL, "cancelled @ computed", "cancelled @ 0"),
@@ -288,8 +295,8 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "request preempted on P",
-        "P's engine takes the prompt's blocks back and computes it anew. Those that were handed over are fenced before: "
-        "of a stream the next attempt is written over the first; a push or pull whose KV was complete ends.",
+        "P's engine takes the prompt's blocks back and computes it anew. Those that were handed over are fenced "
+        "before: of a stream the next attempt is written over the first; a push or pull whose KV was complete ends.",
         (
             *_rest("before", "registered"),
             ("met flying", "push pull", "aborted @ 0", "aborted @ 0"),
@@ -303,8 +310,14 @@ MATRIX: tuple[Row, ...] = (
         "request preempted on D",
         "D's engine takes a request's blocks back. It does so to running requests only.",
         (
-            ("before registered met flying landed", "a request that waits for its KV does not run: engines preempt what runs"),
-            ("decoding", "the transfer is over, and the engine computes the prompt anew itself; it asks for no second one"),
+            (
+                "before registered met flying landed",
+                "a request that waits for its KV does not run: engines preempt what runs",
+            ),
+            (
+                "decoding",
+                "the transfer is over, and the engine computes the prompt anew itself; it asks for no second one",
+            ),
         ),
         more=(
             "tests/fault/test_scheduler.py::test_a_request_that_waits_for_its_kv_is_never_preempted",
@@ -322,7 +335,7 @@ MATRIX: tuple[Row, ...] = (
             "before registered": f"{_ROUTER_502}: P's leg broke",
             "met flying landed": "502 `transfer_failed`, or `engine_error` if P had not answered",
         },
-        more=("tests/fault/test_processes.py::test_killed",),
+        more=_KILLED,
     ),
     Row(
         "D restarts",
@@ -332,7 +345,7 @@ MATRIX: tuple[Row, ...] = (
             "before registered met flying landed": f"{_ROUTER_502}: D's leg broke",
             "decoding": "502 `engine_error`; if it streams, one error event and the end",
         },
-        more=("tests/fault/test_processes.py::test_killed",),
+        more=_KILLED,
     ),
     Row(
         "handshake fails",
@@ -350,8 +363,8 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "connection breaks",
-        "Only the side channel's, and it is made again at once. Copies that are under way can't be called back: they go on "
-        f"for {CUT_S:g} s more, and P welcomes D again only when they have ended.",
+        "Only the side channel's, and it is made again at once. Copies that are under way can't be called back: they "
+        f"go on for {CUT_S:g} s more, and P welcomes D again only when they have ended.",
         (
             *_rest("before"),
             ("registered", _ALL, "peer_gone @ computed", "peer_gone @ 0 / settle", "quarantine"),
@@ -392,7 +405,7 @@ MATRIX: tuple[Row, ...] = (
     Row("notification twice", "The same, and it comes twice.", _UNCHANGED),
     Row(
         "notifications out of order",
-        "The next two that P says change places. (Their connection keeps the order; this is what a foreign one would do.)",
+        "The next two that P says change places. (Their connection keeps the order; a foreign one might not.)",
         (
             *(spec for spec in _UNCHANGED if "pull" not in spec[1] and spec[0] == "before"),
             ("registered", _WRITES, "ok @ computed", "ok @ computed"),
@@ -451,12 +464,27 @@ MATRIX: tuple[Row, ...] = (
         (
             ("before", _ALL, "cancelled @ late", "transfer_timeout @ comes + prefill_timeout_s"),
             ("registered", _ALL, "cancelled @ late", "transfer_timeout @ prefill_timeout_s"),
-            ("met flying", "push", "cancelled @ transfer_timeout_s",
-                "transfer_timeout @ transfer_timeout_s / thaw", "posts quarantine"),
-            ("met flying", "stream", "transfer_timeout @ late",
-                "transfer_timeout @ transfer_timeout_s / thaw", "posts quarantine"),
-            ("met flying", "pull", "read_failed @ transfer_timeout_s",
-                "transfer_timeout @ transfer_timeout_s / thaw", "posts quarantine"),
+            (
+                "met flying",
+                "push",
+                "cancelled @ transfer_timeout_s",
+                "transfer_timeout @ transfer_timeout_s / thaw",
+                "posts quarantine",
+            ),
+            (
+                "met flying",
+                "stream",
+                "transfer_timeout @ late",
+                "transfer_timeout @ transfer_timeout_s / thaw",
+                "posts quarantine",
+            ),
+            (
+                "met flying",
+                "pull",
+                "read_failed @ transfer_timeout_s",
+                "transfer_timeout @ transfer_timeout_s / thaw",
+                "posts quarantine",
+            ),
             *_rest("landed", "decoding"),
         ),
     ),

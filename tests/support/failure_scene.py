@@ -89,7 +89,11 @@ class Meter:
 
     def moved(self) -> set[str]:
         now = self.read()
-        names = ("kvferry:transfers_total", "vllm:nixl_num_failed_transfers_total", "vllm:nixl_num_kv_expired_reqs_total")
+        names = (
+            "kvferry:transfers_total",
+            "vllm:nixl_num_failed_transfers_total",
+            "vllm:nixl_num_kv_expired_reqs_total",
+        )
         out = {
             name
             for name, value in now.items()

@@ -135,7 +135,7 @@ def test_a_share_is_not_reached_by_a_peer_that_answers() -> None:
 
 
 def test_leases_run_on_while_others_are_streamed() -> None:
-    """Each WRITE that completes looks after the other streams; it must not renew the lease of those nobody comes for."""
+    """Each WRITE that completes looks after the other streams; it must not renew the lease of those left alone."""
     house = House()
     p, d = pair(house, "stream", lease_s=2.0, stream_chunk_bytes=1)
     expect(p, "left", "stream")

@@ -115,6 +115,8 @@ class EngineLoop:
                 if scheduler.has_work():
                     self._step(scheduler, ranks)
                 else:
+                    self._count(scheduler, [])  # an abort may have emptied it, with no step to tell of that
+                    self._hand_out(scheduler)
                     if self.config.debug_invariants:
                         check_engine(scheduler)
                     self._wait(scheduler)
@@ -208,8 +210,8 @@ class EngineLoop:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
-            steps=before.steps + 1,
-            late_s=before.late_s + max(answer.late_s for answer in answers),
+            steps=before.steps + bool(answers),
+            late_s=before.late_s + max((answer.late_s for answer in answers), default=0.0),
             counts=scheduler.counts,
         )
 

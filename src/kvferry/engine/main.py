@@ -136,7 +136,10 @@ def _transfer_config(text: str | None, debug: bool) -> Mapping[str, Any] | None:
     if config.get("kv_role") not in ROLES:
         raise ConfigError(f"kv_role: {config.get('kv_role')!r}", hint=f"expected one of {', '.join(ROLES)}")
     if debug:
-        config["kv_connector_extra_config"] = {**(config.get("kv_connector_extra_config") or {}), "debug_invariants": True}
+        config["kv_connector_extra_config"] = {
+            **(config.get("kv_connector_extra_config") or {}),
+            "debug_invariants": True,
+        }
     return {"engine_id": uuid.uuid4().hex} | config
 
 

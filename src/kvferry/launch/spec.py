@@ -58,7 +58,8 @@ class DeploymentSpec:
 
     `engine` 'sim': kvferry's own, its time modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
     `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
-    the per-role ones over it. `debug_invariants`: engines end if anything is left behind when nothing runs. `tuned` False starts engines as vLLM ships them. `port` 0: any free one. `bind`: the
+    the per-role ones over it. `debug_invariants`: engines end if anything is left behind when nothing
+    runs. `tuned` False starts engines as vLLM ships them. `port` 0: any free one. `bind`: the
     router's, of mode `stream`.
     """
 

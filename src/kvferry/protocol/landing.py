@@ -224,8 +224,8 @@ class Landings:
     """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until prefill is done; `transfer_s`: from then
-    until landed; `fence_s`: for P to confirm a READ, or to acknowledge a cancel before it is asked again; `settle_s`: for
-    what a lost peer had on the way. There is no limit for P to acknowledge a cancel: until it does, or its connection
+    until landed; `fence_s`: for P to confirm a READ, or to acknowledge a cancel before it is asked again; `settle_s`:
+    for what a lost peer had on the way. There is no limit for P to acknowledge a cancel: until it does, or its connection
     goes, it may write.
     """
 

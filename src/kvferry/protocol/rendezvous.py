@@ -308,8 +308,8 @@ class Rendezvous:
         lost: bool = False,
         over: bool = True,
     ) -> list[Instruction]:
-        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows. Not `over`: nobody waits
-        for it any more, but its bytes may still arrive, so D must not take our word for its blocks."""
+        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows. Not `over`: nobody
+        waits for it any more, but its bytes may still arrive, so D must not take our word for its blocks."""
         transfer_id = self._by_leg.get((peer, reg_id))
         if transfer_id is not None and not over:
             self._sources[transfer_id].legs[peer, reg_id].unsure = True

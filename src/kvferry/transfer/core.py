@@ -19,7 +19,7 @@ from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import fan_in, legs_for
-from kvferry.protocol.plan import PlanError, total_bytes
+from kvferry.protocol.plan import PlanError
 from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
@@ -42,7 +42,7 @@ log = logging.getLogger("kvferry.transfer")
 
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
 _LOST_S = 0.01  # what nobody waits for is looked at this often
-_STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
+_STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we may have been cut off meanwhile
 
 
 class TransferCore:
@@ -95,9 +95,8 @@ class TransferCore:
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
             reached=self._posts.reach,
         )
-        name, most = f"{identity.engine_id} rank {identity.rank}", int(config.quarantine_share * layout.num_blocks)
-        holders = (self._peers, self._landings, self._posts, fabric)
-        self._quarantine = Quarantine(name, most, config.lease_s, *holders)
+        most = int(config.quarantine_share * layout.num_blocks)
+        self._quarantine = Quarantine(most, config.lease_s, self._peers, self._landings, self._posts, fabric)
         self._openings: dict[str, Opening] = {}
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
@@ -117,7 +116,6 @@ class TransferCore:
         self._channel.wake()
 
     def wake(self) -> None:
-        """End the owner's sleep."""
         self._channel.wake()
 
     # -- the owner thread -------------------------------------------------------------------------------------------
@@ -126,7 +124,7 @@ class TransferCore:
         """One round: commands, messages, completions, deadlines. Sleeps at most `max_wait_s` (None: no limit)."""
         self._take_commands()
         if self._posts and self._clock() - self._driven_at > _STOPPED_S:
-            self._listen(0.05)
+            self._listen(0.05)  # before we write on
         timeout_s = self._timeout(max_wait_s)
         self._load.tell(timeout_s)
         self._listen(timeout_s)
@@ -376,7 +374,9 @@ class TransferCore:
 
     def _wanted(self, peer: Peer) -> bool:
         """A request waits for it, or it may still write to us and must say that it doesn't."""
-        return self._landings.settling(peer.key) or any((o.land.host, o.land.port) == peer.address for o in self._openings.values())
+        return self._landings.settling(peer.key) or any(
+            (o.land.host, o.land.port) == peer.address for o in self._openings.values()
+        )
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -448,12 +448,10 @@ class TransferCore:
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
         """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
         register, now = self._landings.register_of(message.reg_id), self._clock()
-        share = self._posts.share_with("READ", peer)
-        if register is not None and register.mode != "pull" and share is not None:
-            wanted = total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
-            if message.nbytes != wanted:
-                reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
-                return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
+        wanted = None if register is None else self._posts.written_for(peer, register)
+        if wanted is not None and message.nbytes != wanted:
+            reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
+            return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
         return self._run(self._landings.landed(message.reg_id, now))
 
     def _abandon(self, key: str, question: wire.Abandon) -> None:
@@ -596,11 +594,11 @@ class TransferCore:
         self._run(self._rendezvous.tick(now))
         self._run(self._landings.tick(now, self._peers.may_write))
         for opening in [o for o in self._openings.values() if o.due <= now]:
-            land = opening.land
-            peer = self._peers.by_address(land.host, land.port)
+            host, port = opening.land.host, opening.land.port
+            peer = self._peers.by_address(host, port)
             greeted = peer is not None and peer.stage is Stage.GREETING
             heard = "accepts but does not answer" if greeted else "cannot be reached"
-            reason = f"side channel {land.host}:{land.port} {heard} within {self.config.connect_timeout_s:g} s"
+            reason = f"side channel {host}:{port} {heard} within {self.config.connect_timeout_s:g} s"
             self._fail_opening(opening, "peer_unreachable", reason)
         self._peers.tick(now, self._wanted)
         self._run(self._quarantine.relieve(now, self._gone))

@@ -27,7 +27,11 @@ def check_invariants(core: TransferCore, *, idle: bool) -> None:
 
 def check_when_idle(core: TransferCore) -> None:
     """With nothing open and no request of the engine's known: `check_invariants`."""
-    if not core._requests and not core.busy() and not any(n for what, n in core.open_counts().items() if what != "peers"):
+    if (
+        not core._requests
+        and not core.busy()
+        and not any(n for what, n in core.open_counts().items() if what != "peers")
+    ):
         check_invariants(core, idle=True)
 
 

@@ -85,6 +85,13 @@ class Posts:
         shares = fan_in(d_rank, d_tp, p_tp, self._layout.total_heads)
         return next((share for share in shares if share.p_rank == p_rank), None)
 
+    def written_for(self, peer: Peer, register: wire.Register) -> int | None:
+        """Bytes that this P rank writes to us for a registration; None: none, since we read, or have nothing of it."""
+        share = self.share_with("READ", peer)
+        if register.mode == "pull" or share is None:
+            return None
+        return total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
+
     def pace(self, peer: Peer, config: ConnectorConfig) -> Pace:
         """How a registration of that peer's is streamed."""
         unit = max(self._layout.block_size, peer.layout.block_size)

@@ -22,9 +22,9 @@ class Quarantine:
     """`most`: blocks. `patience_s`: for how long there may be more."""
 
     def __init__(
-        self, name: str, most: int, patience_s: float, peers: Peers, landings: Landings, posts: Posts, fabric: Fabric
+        self, most: int, patience_s: float, peers: Peers, landings: Landings, posts: Posts, fabric: Fabric
     ) -> None:
-        self._name, self._most, self._patience_s = name, most, patience_s
+        self._most, self._patience_s = most, patience_s
         self._peers, self._landings, self._posts, self._fabric = peers, landings, posts, fabric
         self._since: float | None = None
 
@@ -43,7 +43,7 @@ class Quarantine:
             return []
         self._since = None
         reason = f"{held} blocks wait for peers that are not heard of, at most {self._most} may: a new agent is made"
-        log.error("%s: %s", self._name, reason)
+        log.error("%s", reason)
         for key in list(self._peers.by_key):
             lose(key, CODE, reason, False)
         self._posts.close()
