@@ -32,10 +32,12 @@ AFTER_STAGES = f"""
 ## How to read it
 
 - **Ends.** `ok`, or the code that the story, the log and `kvferry:transfers_total` give; *held nothing*: counted as
-  ended so, and there was nothing to free; *has ended*: well, before the fault; *nothing*: this side knows of no transfer.
+  ended so, and there was nothing to free; *has ended*: well, before the fault; *nothing*: this side knows of no
+  transfer.
 - **Times** are from the fault on, or from where the cell says (`D comes`, `prefill is done`: one second after the fault
-  in the tests); *at once* is less than half a second. Names of settings are those of [configuration.md](configuration.md);
-  the tests use {", ".join(f"{name} {value:g}" for name, value in LIMITS.items())}.
+  in the tests); *at once* is less than half a second. Names of settings are those of
+  [configuration.md](configuration.md); the tests use
+  {", ".join(f"{name} {value:g}" for name, value in LIMITS.items())}.
   After *blocks* comes when they are free, if that is later.
 - **The client** of the router. Where D's request fails, the router asks D's side channel why; its answer carries the
   reason, and the status is that of the router's own table.

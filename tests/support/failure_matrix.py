@@ -226,6 +226,7 @@ _KILLED = (
     "tests/fault/test_processes.py::test_killed",
     "tests/fault/test_processes.py::test_killed_in_the_middle_of_a_stream",
     "tests/fault/test_engines.py::test_killed_at_each_stage",
+    "tests/vllm/test_killed.py::test_each_engine_killed_with_writes_in_flight_and_started_again",
 )
 _ROUTER_502 = "502 `engine_error`"
 
@@ -264,7 +265,11 @@ MATRIX: tuple[Row, ...] = (
         "The router closes both legs, and tells P to let go of what D may not have fetched.",
         (*_LEGS_CLOSE, ("met flying", "push pull", "abandoned @ 0", "cancelled @ 0")),
         client=_GONE,
-        more=("tests/fault/test_router.py::test_client_leaves_at_each_stage",),
+        more=(
+            "tests/fault/test_router.py::test_client_leaves_at_each_stage",
+            "tests/vllm/test_errors.py::test_client_leaves_while_decode_waits",
+            "tests/vllm/test_router.py::test_many_clients_leave_at_random_moments",
+        ),
     ),
     Row(
         "request aborted on P",
@@ -277,6 +282,7 @@ MATRIX: tuple[Row, ...] = (
             ("met flying", "stream", "aborted @ 0", "aborted @ 0"),
             *_rest("landed", "decoding"),
         ),
+        more=("tests/vllm/test_stream.py::test_aborts_at_random_times_leave_nothing",),
     ),
     Row(
         "request aborted on D",
@@ -292,6 +298,7 @@ MATRIX: tuple[Row, ...] = (
             _HAD,
         ),
         client={_EVERY: "what D's engine says to an abort"},
+        more=("tests/vllm/test_errors.py::test_decode_queue_aborted",),
     ),
     Row(
         "request preempted on P",
@@ -304,6 +311,10 @@ MATRIX: tuple[Row, ...] = (
             ("landed", _WRITES, "had", "ok @ 0"),
             ("landed", "pull", "aborted @ 0", "aborted @ 0"),
             _HAD,
+        ),
+        more=(
+            "tests/vllm/test_stream.py::test_a_prompt_preempted_in_its_middle_is_written_anew",
+            "tests/integration/engine/test_pair.py::test_prompts_that_are_streamed_and_preempted_in_their_middle",
         ),
     ),
     Row(
@@ -322,6 +333,7 @@ MATRIX: tuple[Row, ...] = (
         more=(
             "tests/fault/test_scheduler.py::test_a_request_that_waits_for_its_kv_is_never_preempted",
             "tests/fault/test_scheduler.py::test_preempted_while_it_decodes_it_asks_for_nothing",
+            "tests/integration/engine/test_pair.py::test_small_pools_preempt_and_answers_stay_right",
         ),
     ),
     Row(
@@ -360,6 +372,11 @@ MATRIX: tuple[Row, ...] = (
             ("landed", "pull", "peer_gone @ 0", "peer_gone @ 0"),
             _HAD,
         ),
+        more=(
+            "tests/fault/test_processes.py::test_a_side_channel_that_is_slow_or_blocked",
+            "tests/vllm/test_errors.py::test_side_channel_accepts_and_stays_mute",
+            "tests/vllm/test_errors.py::test_peer_not_reachable",
+        ),
     ),
     Row(
         "connection breaks",
@@ -384,6 +401,10 @@ MATRIX: tuple[Row, ...] = (
             ("before", _ALL, "lease_lapsed @ computed + lease_s", "transfer_timeout @ comes + prefill_timeout_s"),
             ("registered met flying landed decoding", "P has it"),
         ),
+        more=(
+            "tests/vllm/test_errors.py::test_no_registration_ever_comes",
+            "tests/integration/engine/test_faults.py::test_a_lost_message_ends_in_one_error",
+        ),
     ),
     Row(
         "registration twice",
@@ -396,6 +417,7 @@ MATRIX: tuple[Row, ...] = (
         "`Landed`, `Fetched`. A lost `Begin` leaves D asleep, so over TCP the bytes don't move; a lost `Seal` changes "
         "nothing.",
         _WORD_LOST,
+        more=("tests/integration/engine/test_faults.py::test_a_lost_message_ends_in_one_error",),
     ),
     Row(
         "notification late",
@@ -443,7 +465,12 @@ MATRIX: tuple[Row, ...] = (
             ("landed", "pull", "peer_gone @ lease_s", "transfer_timeout @ lease_s"),
             _HAD,
         ),
-        more=("tests/fault/test_processes.py::test_stopped",),
+        more=(
+            "tests/fault/test_processes.py::test_stopped",
+            "tests/fault/test_processes.py::test_a_side_channel_that_is_slow_or_blocked",
+            "tests/fault/test_processes.py::test_a_stopped_writer_that_holds_too_much_is_cut_off_and_reaches_nothing",
+            "tests/vllm/test_errors.py::test_stopped_prefill_engine_keeps_its_claim_on_the_blocks",
+        ),
     ),
     Row(
         "link slow",
@@ -456,6 +483,10 @@ MATRIX: tuple[Row, ...] = (
             ("landed", _WRITES, "had", "ok @ slow"),
             ("landed", "pull", "ok @ slow", "ok @ slow"),
             _HAD,
+        ),
+        more=(
+            "tests/fault/test_processes.py::test_a_side_channel_that_is_slow_or_blocked",
+            "tests/integration/engine/test_faults.py::test_delays_only_delay",
         ),
     ),
     Row(
@@ -487,6 +518,7 @@ MATRIX: tuple[Row, ...] = (
             ),
             *_rest("landed", "decoding"),
         ),
+        more=("tests/vllm/test_errors.py::test_prefill_never_comes",),
     ),
     Row(
         "lease lapses, D slow",
@@ -499,7 +531,10 @@ MATRIX: tuple[Row, ...] = (
             ("met flying", "push", "ok @ 0", "ok @ 0"),
             ("met flying", "stream", "ok @ computed", "ok @ computed"),
         ),
-        more=("tests/integration/test_transfer_nixl.py::test_killed_d_frees_the_source_by_its_lease",),
+        more=(
+            "tests/integration/test_transfer_nixl.py::test_killed_d_frees_the_source_by_its_lease",
+            "tests/vllm/test_errors.py::test_no_registration_ever_comes",
+        ),
     ),
     Row(
         "pool of D full",

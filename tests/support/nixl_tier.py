@@ -100,6 +100,9 @@ def fabric_child(pipe: Any, nbytes: int) -> None:
         elif what == "serve":
             serving = args[0]
             pipe.send(True)
+        elif what == "renew":
+            fabric.renew()
+            pipe.send(fabric.metadata())
         elif what == "peer":
             fabric.add_peer(args[0])
             pipe.send(True)

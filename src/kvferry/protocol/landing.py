@@ -225,8 +225,8 @@ class Landings:
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until prefill is done; `transfer_s`: from then
     until landed; `fence_s`: for P to confirm a READ, or to acknowledge a cancel before it is asked again; `settle_s`:
-    for what a lost peer had on the way. There is no limit for P to acknowledge a cancel: until it does, or its connection
-    goes, it may write.
+    for what a lost peer had on the way. There is no limit for P to acknowledge a cancel: until it does, or is lost, it
+    may write.
     """
 
     def __init__(

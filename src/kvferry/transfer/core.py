@@ -321,8 +321,7 @@ class TransferCore:
         land = opening.land
         del self._openings[land.request]
         self._story.note(land.transfer_id, "failed", code=code, reason=reason)
-        result = cmd.Received(land.request, land.transfer_id, False, code, reason)
-        self._end(result, remember=self._tells(land))
+        self._end(cmd.Received(land.request, land.transfer_id, False, code, reason), remember=self._tells(land))
 
     def _tells(self, where: cmd.Land | landing.Destination) -> bool:
         """Whether this end is the transfer's: an empty registration awaits no KV, and vLLM makes one when it turns a
@@ -350,17 +349,15 @@ class TransferCore:
                 self._channel.send(key, codec.encode(wire.Fetched(reg_id=post.register.reg_id, ok=False)))
         self._run(self._landings.peer_gone(key, code, text, now))
         self._run(self._rendezvous.peer_gone(key, text, now))
-        for post in lost:
-            if post.op == "READ" and post.handle is None:
-                self._run(self._landings.read_failed(post.register.reg_id, text, now))
+        for post in [post for post in lost if post.op == "READ" and post.handle is None]:
+            self._run(self._landings.read_failed(post.register.reg_id, text, now))
         if not keep:
             self._peers.hang_up(peer, text, self._wanted(peer))
 
     def _lost_is_over(self, post: Post) -> None:
         """Nothing of it can arrive any more, wherever it was to go."""
         if post.op == "READ":
-            reason = "its prefill engine was lost while it was read from"
-            self._run(self._landings.read_failed(post.register.reg_id, reason, self._clock()))
+            self._run(self._landings.read_failed(post.register.reg_id, "P was lost meanwhile", self._clock()))
         if not self._posts.reach(post.agent):
             self._peers.nothing_reaches(post.agent)
 
@@ -568,12 +565,11 @@ class TransferCore:
         for post, code, reason in self._posts.poll():
             if code == LOST:
                 self._lost_is_over(post)
-                continue
-            if code:
+            elif code:
                 self._gone(post.peer, code, reason)
-                continue
-            self._last_progress = self._clock()
-            self._ended(post.op, post.peer, post.register.reg_id, "", post.nbytes, post.descriptors)
+            else:
+                self._last_progress = self._clock()
+                self._ended(post.op, post.peer, post.register.reg_id, "", post.nbytes, post.descriptors)
 
     def _timeout(self, max_wait_s: float | None) -> float | None:
         now = self._clock()
