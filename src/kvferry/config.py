@@ -91,6 +91,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     story_dir: str = ""
     """Folder for per-transfer event lines (see `kvferry story`). Empty: off."""
 
+    quarantine_share: float = 0.5
+    """Blocks of failed requests stay until their writer is heard of. If writers that aren't hold more than this share
+    of the decode engine's blocks for `lease_s`, it makes a new NIXL agent, which nothing old can reach, and greets all
+    peers anew; other transfers to it that are under way then fail."""
+
+    debug_invariants: bool = False
+    """Whenever nothing is open, look whether anything was left behind, and end the engine if so. For tests."""
+
     audit: bool = False
     """Write a SHA-256 of every transferred block to the story on both sides. For tests: reads all bytes twice."""
 
@@ -136,6 +144,8 @@ def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.e
     for name in ("lease_s", "registration_timeout_s", "connect_timeout_s", "prefill_timeout_s", "transfer_timeout_s"):
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: {getattr(config, name)}", hint="expected seconds above 0")
+    if not 0 < config.quarantine_share <= 1:
+        raise ConfigError(f"quarantine_share: {config.quarantine_share}", hint="expected a share above 0, at most 1")
     if not 0 <= config.idle_wait_ms <= 1000:
         raise ConfigError(f"idle_wait_ms: {config.idle_wait_ms}", hint="expected 0 to 1000")
     if config.staging_bytes < 0:

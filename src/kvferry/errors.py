@@ -12,6 +12,7 @@ KVFerryError
 |- PlanError             502 local   block ids or token ranges that can't be turned into copies (protocol/plan.py)
 |- UnexpectedEvent       500 local   a state machine got an event its table doesn't list (protocol/table.py)
 |- EngineError           502 remote  an engine answered with a failure of its own, or not at all
+|- InvariantBroken       500 local   something was left behind, or is in two places: a defect (`debug_invariants`)
 |- LaunchError           -   local   a process of ours did not start; carries its last lines
 
 `http_status` is what the router answers when the error ends a request; `hint` is what the user can do.
@@ -83,6 +84,10 @@ class FabricError(KVFerryError):
 class EngineError(KVFerryError):
     http_status = 502
     code = "engine_error"
+
+
+class InvariantBroken(KVFerryError):
+    code = "invariant_broken"
 
 
 class LaunchError(KVFerryError):

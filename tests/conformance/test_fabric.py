@@ -28,6 +28,10 @@ class MemoryTarget:
         if self.serving:
             self.fabric.progress()
 
+    def renew(self):
+        self.fabric.renew()
+        self.metadata = self.fabric.metadata()
+
     def read(self, start, end):
         return self.memory[start:end].tobytes()
 
@@ -63,6 +67,9 @@ class NixlTarget:
 
     def peer(self, metadata):
         self.child.ask("peer", metadata)
+
+    def renew(self):
+        self.metadata = self.child.ask("renew")
 
     def close(self):
         self.child.stop()
@@ -216,3 +223,47 @@ def test_write_that_completed_is_visible(sides):
         sides.memory[:4096] = i
         sides.finish(sides.post("WRITE", [(0, 0, 4096)]))
         assert sides.target.read(4032, 4096) == bytes([i]) * 64
+
+
+def test_a_released_copy_goes_on(sides):
+    """Neither a release nor the removal of its peer calls a WRITE back."""
+    sides.memory[:] = 0x77
+    sides.target.serve(False)
+    handle = sides.post("WRITE", [(0, 0, SIZE)])
+    sides.fabric.release(handle)
+    sides.fabric.remove_peer(sides.peer)
+    sides.target.serve(True)
+    until = time.monotonic() + 10
+    while sides.target.read(SIZE - 64, SIZE) != b"\x77" * 64:
+        assert time.monotonic() < until, "it was called back"
+        sides.target.drive()
+        sides.fabric.progress()
+    sides.peer = sides.fabric.add_peer(sides.target.metadata)
+
+
+def test_nothing_reaches_an_agent_that_was_renewed(sides):
+    sides.memory[:] = 0x55
+    sides.finish(sides.post("WRITE", [(0, 0, SIZE)]))
+    sides.memory[:] = 0x66
+    sides.target.serve(False)
+    late = sides.post("WRITE", [(0, 0, SIZE)])
+    old = sides.target.metadata
+    sides.target.renew()
+    assert sides.target.metadata != old
+    sides.target.serve(True)
+    ended = False
+    until = time.monotonic() + 10
+    while not ended:
+        assert time.monotonic() < until, "it never ended"
+        sides.target.drive()
+        try:
+            assert not sides.fabric.check(late), "it was told to be complete"
+        except FabricError:
+            ended = True
+    sides.fabric.release(late)
+    assert sides.target.read(0, SIZE) == b"\x55" * SIZE
+    sides.fabric.remove_peer(sides.peer)
+    sides.peer = sides.fabric.add_peer(sides.target.metadata)
+    sides.target.peer(sides.fabric.metadata())
+    sides.finish(sides.post("WRITE", [(0, 0, SIZE)]))
+    assert sides.target.read(0, SIZE) == b"\x66" * SIZE

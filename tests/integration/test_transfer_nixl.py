@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 
 import pytest
-from nixl_tier import BLOCK, BLOCKS, Child, free_port, liar_child, rank_child
+from nixl_pair import shm, start
+from nixl_tier import BLOCK, BLOCKS, Child, liar_child
 
 from kvferry.transfer import commands as cmd
 
 pytest.importorskip("nixl_cu12")
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(90)]
-
-
-class Pair:
-    def __init__(self, mode="push", **config):
-        self.mode, self.config = mode, config
-        self.p_port, self.d_port = free_port(), free_port()
-        self.p = self.start_p()
-        self.d = Child(rank_child, "D", "consumer", self.d_port, [f"127.0.0.1:{self.p_port}"], mode, config)
-        assert self.p.receive() == "ready" and self.d.receive() == "ready"
-        self.d.ask("up", 1)
-
-    def start_p(self):
-        return Child(rank_child, "P", "producer", self.p_port, [], self.mode, self.config)
-
-    def land(self, tid, blocks, tokens):
-        self.d.send("submit", cmd.Land(tid, tid, self.mode, "127.0.0.1", self.p_port, "P", 1, 0, tokens, blocks))
-
-    def expect(self, tid):
-        self.p.send("submit", cmd.Expect(tid, tid, self.mode, 1))
-
-    def ready(self, tid, blocks, tokens):
-        self.p.send("submit", cmd.Ready(tid, tid, blocks, tokens))
-
-    def nothing_held(self, *children):
-        for one in children:
-            held = one.ask("open")
-            assert (held["sources"], held["landings"], held["posts"]) == (0, 0, 0)
-
-    def close(self):
-        for one in (self.p, self.d):
-            if one.process.is_alive():
-                assert one.ask("close") == [], "threads leaked"
-                one.process.join(30)
-                assert one.process.exitcode == 0
-            one.stop()
-
-
-@pytest.fixture
-def shm():
-    before = set(os.listdir("/dev/shm"))
-    pids = []
-    yield pids
-    for name in set(os.listdir("/dev/shm")) - before:
-        assert not any(str(pid) in name for pid in pids), f"/dev/shm/{name} was left"
-
-
-@pytest.fixture
-def start(shm):
-    pairs = []
-
-    def make(*args, **config):
-        pair = Pair(*args, **config)
-        shm.extend([pair.p.process.pid, pair.d.process.pid])
-        pairs.append(pair)
-        return pair
-
-    yield make
-    for pair in pairs:
-        pair.close()
+__all__ = ["shm", "start"]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.ids import TransferId
 from kvferry.protocol import instructions as ask
 from kvferry.protocol import landing, rendezvous
 from kvferry.protocol import messages as wire
+from kvferry.protocol.consistency import inconsistencies, left_over
 from kvferry.protocol.stream import Pace, Span
 
 PS, DS, TRANSFERS = 2, 2, 6
@@ -442,9 +443,7 @@ class Pair(RuleBasedStateMachine):
     def resend(self, d: int, p: int, pick: int, back: bool) -> None:
         """What was said on this connection is said again, late."""
         link = self.links[d, p]
-        sent = [
-            m for m in (link.sent_d if back else link.sent_p) if not isinstance(m, wire.Begin | wire.Seal | wire.Grant)
-        ]
+        sent = link.sent_d if back else link.sent_p
         queue = link.to_d if back else link.to_p
         if sent and not link.cut:
             queue.append(sent[pick % len(sent)])
@@ -499,6 +498,11 @@ class Pair(RuleBasedStateMachine):
         for d in range(DS):
             self.run_d(d, self.D[d].tick(self.now))
 
+    @invariant()
+    def machines_are_consistent(self) -> None:
+        for machine in [*self.P, *self.D] if hasattr(self, "links") else []:
+            assert inconsistencies(machine) == []
+
     def teardown(self) -> None:
         if not hasattr(self, "links"):
             return
@@ -518,7 +522,7 @@ class Pair(RuleBasedStateMachine):
         assert not self.writes and not self.reads
         for machine in [*self.P, *self.D]:
             assert machine.open_count() == 0 and machine.next_due() is None
-            assert not machine._by_leg if isinstance(machine, rendezvous.Rendezvous) else not machine._by_reg
+            assert left_over(machine) == []
         assert set(self.outcomes) == set(self.opened), "a landing without an outcome"
         assert set(self.released) == set(self.readied), "a source without its release"
         assert not self.owner and all(len(free) == 12 for free in self.free_p + self.free_d)

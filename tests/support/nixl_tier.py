@@ -100,6 +100,9 @@ def fabric_child(pipe: Any, nbytes: int) -> None:
         elif what == "serve":
             serving = args[0]
             pipe.send(True)
+        elif what == "renew":
+            fabric.renew()
+            pipe.send(fabric.metadata())
         elif what == "peer":
             fabric.add_peer(args[0])
             pipe.send(True)
@@ -109,18 +112,24 @@ def fabric_child(pipe: Any, nbytes: int) -> None:
 
 
 def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mode: str, config: dict[str, Any]) -> None:
-    """A rank with its transfer thread. Calls: submit, results, block, fill, cpu, close."""
+    """A rank with its transfer thread. Calls: submit, results, blocks, fill, paint, cpu, open, legs, close.
+
+    `config`: the connector's, and `token_bytes` of one head.
+    """
     from kvferry.config import connector_config
     from kvferry.protocol.messages import Layout, Plane
     from kvferry.story import Story
     from kvferry.transfer.areas import Areas
     from kvferry.transfer.channel import ZmqChannel
     from kvferry.transfer.core import TransferCore
+    from kvferry.transfer.invariants import check_invariants
     from kvferry.transfer.nixl import NixlFabric
     from kvferry.transfer.peers import Identity
     from kvferry.transfer.thread import TransferThread
 
-    memory = np.zeros(SHAPE, np.uint8)
+    token = config.pop("token_bytes", TOKEN)
+    shape = (PLANES, BLOCKS, HEADS * BLOCK * token)
+    memory = np.zeros(shape, np.uint8)
     settings = connector_config({"mode": mode, "side_channel_port": port, "peers": peers, **config}, {})
     areas = Areas("cpu", settings.staging_area_bytes)
     threads = set(threading.enumerate())
@@ -129,9 +138,9 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
     planes = tuple(
         Plane(
             base=memory[i].ctypes.data,
-            block_stride=SHAPE[2],
-            head_stride=BLOCK * TOKEN,
-            token_bytes=TOKEN,
+            block_stride=shape[2],
+            head_stride=BLOCK * token,
+            token_bytes=token,
         )
         for i in range(PLANES)
     )
@@ -177,8 +186,17 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
                 time.sleep(0.01)
             pipe.send(True)
         elif what == "fill":
-            memory[:] = np.random.default_rng(args[0]).integers(1, 255, SHAPE, np.uint8)
+            memory[:] = np.random.default_rng(args[0]).integers(1, 255, shape, np.uint8)
             pipe.send(True)
+        elif what == "paint":
+            memory[:] = args[0]
+            pipe.send(True)
+        elif what == "is painted":
+            pipe.send(bool((memory == args[0]).all()))
+        elif what == "ups":
+            pipe.send(len(core._peers.up_keys()))
+        elif what == "legs":  # registrations that P holds
+            pipe.send(len(core._rendezvous._by_leg))
         elif what == "blocks":
             pipe.send(memory[:, list(args[0])].tobytes())
         elif what == "others":  # sum over blocks that nothing may have touched
@@ -190,6 +208,8 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
         elif what == "open":
             pipe.send(core.open_counts())
         elif what == "close":
+            held = [n for what, n in core.open_counts().items() if what != "peers"]
+            check_invariants(core, idle=not any(held))
             transfers.close()
             transfers.close()
             leaked = [one.name for one in set(threading.enumerate()) - threads]

@@ -21,7 +21,8 @@ from kvferry.launch.spec import DeploymentSpec
 
 @contextmanager
 def simulated(folder: Path, mode: str = "push", profile: str = "instant", **settings: Any) -> Iterator[Deployment]:
-    """What the launcher says goes to the test's output."""
+    """What the launcher says goes to the test's output. The engines look for what is left behind."""
+    settings = {"debug_invariants": True, **settings}
     spec = DeploymentSpec(mode=mode, engine="sim", profile=profile, state_dir=folder / "state", **settings)
     with Deployment(spec, report=print) as deployment:
         yield deployment

@@ -41,9 +41,11 @@ class House:
         self.ranks: list[Rank] = []
 
     def rank(
-        self, name, role, port, *, rank=0, tp=1, heads=2, total=2, fill=0, fingerprint="m", staging_bytes=4096, **config
-    ) -> Rank:
-        memory = np.full((PLANES, BLOCKS, heads, BLOCK, TOKEN), fill, np.uint8)
+        self, name, role, port, *, rank=0, tp=1, heads=2, total=2, fill=0, fingerprint="m", ahead=0.0, blocks=BLOCKS,
+        staging_bytes=4096, **config,
+    ) -> Rank:  # fmt: skip
+        """`ahead`: seconds by which its clock differs from the house's."""
+        memory = np.full((PLANES, blocks, heads, BLOCK, TOKEN), fill, np.uint8)
         areas = Areas("cpu", staging_bytes)
         fabric = self.world.fabric(f"{name}{rank}")
         fabric.register([(memory.ctypes.data, memory.nbytes), *areas.regions], "cpu")
@@ -59,7 +61,7 @@ class House:
         )
         layout = wire.Layout(
             planes=planes,
-            num_blocks=BLOCKS,
+            num_blocks=blocks,
             block_size=BLOCK,
             heads=heads,
             total_heads=total,
@@ -77,17 +79,21 @@ class House:
             layout,
             areas,
             Story(None, role),
-            lambda result: (failing if isinstance(result, cmd.Failing) else results).append(result),
-            clock=lambda: self.now,
+            lambda result: self.heard(made, result),
+            clock=lambda: self.now + ahead,
         )
         made = Rank(core, memory, areas, results, failing)
         self.ranks.append(made)
         return made
 
+    def heard(self, rank: Rank, result: cmd.Result) -> None:
+        """What its engine is told."""
+        (rank.failing if isinstance(result, cmd.Failing) else rank.results).append(result)
+
     def run(self, rounds: int = 12) -> None:
         for _ in range(rounds):
-            for one in self.ranks:
-                if not one.frozen:
+            for one in list(self.ranks):
+                if not one.frozen and one in self.ranks:
                     one.core.step(0.0)
 
     def wait(self, seconds: float, step: float = 0.25) -> None:

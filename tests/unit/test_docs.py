@@ -49,6 +49,11 @@ def test_states_are_current() -> None:
     assert (ROOT / "docs" / "states.md").read_text() == page, "run `python scripts/draw_states.py`"
 
 
+def test_failures_are_current() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "draw_failures.py"))["page"]()
+    assert (ROOT / "docs" / "failures.md").read_text() == page, "run `python scripts/draw_failures.py`"
+
+
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 def test_links_resolve(page: str) -> None:
     path = ROOT / page

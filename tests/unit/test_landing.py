@@ -116,7 +116,7 @@ def test_c41_reads_are_waited_for(d):
     assert acts(d.cancel("r", "client left", 0.1)) == []
     assert acts(d.failed(r, "abandoned", "x", 0.2)) == [] and acts(d.peer_gone("p0", "peer_gone", "x", 0.3)) == []
     out = acts(d.read_done(r, 0.4))
-    assert out[0] == Send("p0", Fetched(reg_id=r, ok=False)) and not out[1].ok and gone(d)
+    assert out[0] == Send("p0", Cancel(reg_id=r, reason="client left")) and not out[1].ok and gone(d)
 
 
 @pytest.mark.parametrize("phase", ["registered", "streaming", "landing", "cancelling"])
@@ -148,7 +148,8 @@ def test_time_limits(d):
     cancel, doomed = acts(d.tick(20.0))  # prefill_s: P may begin any moment, so it is asked first
     assert isinstance(cancel.message, Cancel) and "20 s" in cancel.message.reason
     assert isinstance(doomed, Doomed) and doomed.code == "transfer_timeout"
-    assert acts(d.tick(1000.0)) == [] and d.open_count() == 1, "no time frees blocks that P may write to"
+    again = acts(d.tick(1000.0))  # either word may have been lost
+    assert again == [cancel] and d.open_count() == 1, "no time frees blocks that P may write to"
     assert acts(d.failed(r, "cancelled", "done", 1000.0))[0].code == "transfer_timeout" and gone(d)
     (r,) = opened(d)
     d.begun(r, True, 0.0)
@@ -171,7 +172,9 @@ def test_an_unconfirmed_read_ends(d):
     (r,) = opened(d, "pull")
     d.granted(r, (1,), 0.0)
     d.read_done(r, 0.1)
-    assert acts(d.tick(5.1))[0].code == "transfer_timeout" and gone(d)
+    cancel, outcome = acts(d.tick(5.1))
+    assert isinstance(cancel.message, Cancel), "P may not know that its blocks were read"
+    assert outcome.code == "transfer_timeout" and gone(d)
 
 
 def test_second_landing_of_an_open_request_is_ignored(d):
@@ -199,7 +202,7 @@ def test_legs_that_lapse_together_end_once(d):
 def test_a_sibling_cancelled_by_a_lapse_gets_its_time_to_answer(d):
     a, b = opened(d, peers=(("p0", 1), ("p1", 1)))
     out = acts(d.tick(20.0))
-    assert [type(one) for one in out] == [Send, Send, Doomed] and d.next_due() is None
+    assert [type(one) for one in out] == [Send, Send, Doomed] and d.next_due() == 20.0 + d.fence_s
     d.failed(a, "cancelled", "x", 21.0)
     assert not acts(d.failed(b, "cancelled", "x", 21.0))[0].ok and gone(d)
 
@@ -266,13 +269,15 @@ def test_silence_in_the_middle_of_a_stream(d):
     assert acts(d.sealed(r, 9.0)) == [] and acts(d.landed(r, 9.0))[0].code == "peer_gone" and gone(d)
 
 
-@pytest.mark.parametrize("first", ["sealed", "begun twice", "sealed twice"])
-def test_impossible_orders_of_a_stream(d, first):
+@pytest.mark.parametrize("first", ["sealed first", "begun twice", "sealed twice", "begun last"])
+def test_words_of_a_stream_lost_twice_or_late(d, first):
     (r,) = opened(d, "stream")
-    if first != "sealed":
-        d.begun(r, False, 0.0)
-    if first == "sealed twice":
-        d.sealed(r, 0.0)
-    with pytest.raises(UnexpectedEvent):
-        d.begun(r, False, 0.0) if first == "begun twice" else d.sealed(r, 0.0)
-    assert acts(d.landed(r, 0.0))[0].ok
+    words = {
+        "sealed first": [d.sealed],
+        "begun twice": [d.begun, d.begun],
+        "sealed twice": [d.begun, d.sealed, d.sealed],
+        "begun last": [d.sealed, d.begun],
+    }
+    for word in words[first]:
+        acts(word(r, False, 0.0) if word == d.begun else word(r, 0.0))
+    assert d.incoming() == 1 and acts(d.landed(r, 0.0))[0].ok

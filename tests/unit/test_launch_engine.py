@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.engine import main as engine_main
+from kvferry.engine.profile import load
+from kvferry.engine.text import Builtin
 from kvferry.errors import ConfigError
 from kvferry.launch import engine as engines
 from kvferry.launch.engine import UNIPROC, Engine
@@ -173,3 +177,23 @@ def test_names_and_argument_lookup() -> None:
     assert tensor_parallel(["-tp", "4"]) == 4
     with pytest.raises(ConfigError, match="not a whole number"):
         tensor_parallel(["-tp", "four"])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sim"])
+def test_debug_invariants_reach_every_engine(engine: str) -> None:
+    for one in (PREFILL, DECODE):
+        on = DeploymentSpec(mode="push", engine=engine, debug_invariants=True)
+        assert _config(on, one)["kv_connector_extra_config"]["debug_invariants"] is True
+        assert ("--debug-invariants" in _command(on, one)) == (engine == "sim")
+        off = _command(DeploymentSpec(mode="push", engine=engine), one)
+        assert "debug" not in " ".join(off)
+
+
+def test_debug_invariants_of_a_lone_engine_reach_its_connector() -> None:
+    parser = argparse.ArgumentParser()
+    engine_main.add_arguments(parser)
+    transfer = '{"kv_role": "kv_producer", "kv_connector_extra_config": {"lease_s": 5}}'
+    args = parser.parse_args(["--debug-invariants", "--kv-transfer-config", transfer])
+    engine, _ = engine_main.configs_of(args, load("instant"), Builtin(32000))
+    assert engine.debug_invariants and engine.kv_transfer is not None
+    assert engine.kv_transfer["kv_connector_extra_config"] == {"lease_s": 5, "debug_invariants": True}

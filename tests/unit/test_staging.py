@@ -73,24 +73,23 @@ def test_only_what_is_to_come_arrives(load):
     assert arrivals.done
 
 
-def test_slots_are_lent_once_and_fenced_ones_come_back_in_time():
+def test_slots_are_lent_once_and_all_that_were_asked_for_or_none():
     slots = Slots(1 << 20, 1 << 14)
-    everything = slots.take(slots.total, 0.0)
-    assert len(set(everything)) == slots.total and slots.take(1, 0.0) == ()
-    slots.fence(everything[:3], 5.0)
+    everything = slots.take(slots.total)
+    assert len(set(everything)) == slots.total == slots.lent and slots.take(1) == ()
     slots.give(everything[3:5])
-    assert slots.lent == slots.total - 5
-    assert slots.take(3, 4.9) == (), "two are free"
-    assert set(slots.take(5, 5.0)) == set(everything[:5])
+    assert slots.lent == slots.total - 2
+    assert slots.take(3) == slots.take(0) == ()
+    assert set(slots.take(2)) == set(everything[3:5])
 
 
 def test_an_area_holds_its_slots_and_its_scratch_apart():
     areas = Areas("cpu", 1 << 16)
     ((base, nbytes),) = areas.regions
-    slots = areas.staging.take(areas.staging.total, 0.0)
+    slots = areas.staging.take(areas.staging.total)
     ends = [slot + areas.staging.slot_bytes for slot in slots]
     assert min(slots) == base and max(ends) <= areas.scratch and areas.scratch + SCRATCH_BYTES == base + nbytes
-    assert Areas("cpu", 0).staging.take(1, 0.0) == ()
+    assert Areas("cpu", 0).staging.take(1) == ()
 
 
 @pytest.mark.parametrize("make", [HostMover, lambda: TorchMover("cpu")], ids=["numpy", "torch"])

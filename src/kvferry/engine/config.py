@@ -30,6 +30,7 @@ class EngineConfig:
     byte_scale: int = 1
     fragmentation: float = 0.0
     device: str = "cpu"
+    debug_invariants: bool = False
 
     @property
     def cell_bytes(self) -> int:

@@ -207,12 +207,8 @@ class FaultyFabric:
         self._faults, self._fabric = faults, fabric
         self._posts: dict[Handle, tuple[float, SlowLink, float]] = {}  # begun, fault, due (0: still under way)
         self.register, self.metadata = fabric.register, fabric.metadata
-        self.add_peer, self.remove_peer, self.progress, self.close = (
-            fabric.add_peer,
-            fabric.remove_peer,
-            fabric.progress,
-            fabric.close,
-        )
+        self.add_peer, self.remove_peer, self.progress = fabric.add_peer, fabric.remove_peer, fabric.progress
+        self.renew, self.close = fabric.renew, fabric.close
 
     def post(
         self,

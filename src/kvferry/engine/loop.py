@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.config import connector_config
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.invariants import check_engine
 from kvferry.engine.rank import Done, Work
 from kvferry.engine.ranks import Ranks, combined, make_ranks
 from kvferry.engine.request import Output, Request
@@ -114,6 +115,10 @@ class EngineLoop:
                 if scheduler.has_work():
                     self._step(scheduler, ranks)
                 else:
+                    self._count(scheduler, [])  # an abort may have emptied it, with no step to tell of that
+                    self._hand_out(scheduler)
+                    if self.config.debug_invariants:
+                        check_engine(scheduler)
                     self._wait(scheduler)
         except BaseException as death:
             self.death = death
@@ -205,8 +210,8 @@ class EngineLoop:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
-            steps=before.steps + 1,
-            late_s=before.late_s + max(answer.late_s for answer in answers),
+            steps=before.steps + bool(answers),
+            late_s=before.late_s + max((answer.late_s for answer in answers), default=0.0),
             counts=scheduler.counts,
         )
 

@@ -71,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", metavar="cpu|cuda[:N]", help="where the KV memory is (default: %(default)s)")
     add("--api-key", nargs="+", default=[], metavar="K", help="clients must send one of these")
     add("--enable-faults", action="store_true", help="serve POST /fault, which breaks things on purpose")
+    add(
+        "--debug-invariants",
+        action="store_true",
+        help="end with an error if anything is left behind when nothing runs; the connector's setting of this name too",
+    )
     add("--dtype", default="auto", help="accepted as vLLM's; the profile says how wide the KV is")
 
 
@@ -90,7 +95,7 @@ def configs_of(args: argparse.Namespace, profile: Profile, tokenizer: Tokenizer)
         profile=profile,
         served_model_name=names[0],
         tp=args.tensor_parallel_size,
-        kv_transfer=_transfer_config(args.kv_transfer_config),
+        kv_transfer=_transfer_config(args.kv_transfer_config, args.debug_invariants),
         num_blocks=either(args.num_gpu_blocks_override, limits.num_blocks),
         block_size=either(args.block_size, limits.block_size),
         max_model_len=either(args.max_model_len, limits.max_model_len),
@@ -101,6 +106,7 @@ def configs_of(args: argparse.Namespace, profile: Profile, tokenizer: Tokenizer)
         fragmentation=args.fragmentation,
         device="cuda:0" if args.device == "cuda" else args.device,
         vocab_size=min(tokenizer.vocab_size, limits.vocab_size),
+        debug_invariants=args.debug_invariants,
     )
     engine.check()
     server = ServerConfig(
@@ -114,7 +120,7 @@ def configs_of(args: argparse.Namespace, profile: Profile, tokenizer: Tokenizer)
     return engine, server
 
 
-def _transfer_config(text: str | None) -> Mapping[str, Any] | None:
+def _transfer_config(text: str | None, debug: bool) -> Mapping[str, Any] | None:
     if text is None:
         return None
     try:
@@ -129,6 +135,11 @@ def _transfer_config(text: str | None) -> Mapping[str, Any] | None:
         raise ConfigError(f"kv_connector: {config['kv_connector']!r} is not served here", hint=f"expected {CONNECTOR}")
     if config.get("kv_role") not in ROLES:
         raise ConfigError(f"kv_role: {config.get('kv_role')!r}", hint=f"expected one of {', '.join(ROLES)}")
+    if debug:
+        config["kv_connector_extra_config"] = {
+            **(config.get("kv_connector_extra_config") or {}),
+            "debug_invariants": True,
+        }
     return {"engine_id": uuid.uuid4().hex} | config
 
 

@@ -69,6 +69,11 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-arg", action="append", default=[], metavar="ARG", help="for decode engines only")
     parser.add_argument("--as-shipped", action="store_true", help="leave out the settings for engines on few CPU cores")
     parser.add_argument("--no-warm-up", action="store_true", help="ready without requests through the whole path")
+    parser.add_argument(
+        "--debug-invariants",
+        action="store_true",
+        help="engines end with an error if anything is left behind when nothing runs",
+    )
     parser.add_argument("--detach", action="store_true", help="return when ready; stop with `kvferry down`")
     add_state_dir(parser)
 
@@ -89,6 +94,7 @@ def up(args: argparse.Namespace) -> int:
         decode_args=args.decode_arg,
         tuned=not args.as_shipped,
         warm_up=not args.no_warm_up,
+        debug_invariants=args.debug_invariants,
         state_dir=args.state_dir,
     )
     mode = spec.check()

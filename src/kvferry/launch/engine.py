@@ -111,6 +111,8 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
             "story_dir": str(Path(spec.state_dir) / "story"),
             "auth_key_file": str(StateDir(Path(spec.state_dir)).auth_key),
         }
+        if spec.debug_invariants:
+            ours["debug_invariants"] = True
         if engine.role == "decode":
             ours["peers"] = peers
             if not mode.background:
@@ -142,7 +144,7 @@ def command(spec: DeploymentSpec, mode: Mode, engine: Engine, model: Path, peers
         config = kv_transfer_config(spec, mode, engine, peers)
         if config is not None:
             line += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
-        return [*line, *args]
+        return [*line, *(["--debug-invariants"] if spec.debug_invariants else []), *args]
     line = [*start, "--host", LOOPBACK, "--port", str(engine.port), "--model", str(model)]
     line += ["--served-model-name", served_name(spec.model_or_default, args), "--dtype", spec.dtype]
     if not gpus():

@@ -58,7 +58,8 @@ class DeploymentSpec:
 
     `engine` 'sim': kvferry's own, its time modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
     `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
-    the per-role ones over it. `tuned` False starts engines as vLLM ships them. `port` 0: any free one. `bind`: the
+    the per-role ones over it. `debug_invariants`: engines end if anything is left behind when nothing
+    runs. `tuned` False starts engines as vLLM ships them. `port` 0: any free one. `bind`: the
     router's, of mode `stream`.
     """
 
@@ -81,6 +82,7 @@ class DeploymentSpec:
     tuned: bool = True
     router: bool = True
     router_args: Sequence[str] = ()
+    debug_invariants: bool = False
     warm_up: bool = True
     state_dir: str | os.PathLike[str] = ""
     ready_timeout_s: float = 600.0

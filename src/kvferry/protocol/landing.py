@@ -7,6 +7,7 @@ every leg did. The first leg to fail cancels the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -102,30 +103,38 @@ LEG_TABLE: Table = {
     (Leg.DIALING, PeerGone): (Leg.FAILED, ""),
     (Leg.REGISTERED, Begun): (Leg.LANDING, "landing"),
     (Leg.REGISTERED, BegunEarly): (Leg.STREAMING, "landing"),
+    (Leg.REGISTERED, SealedByPeer): (Leg.LANDING, "landing"),
     (Leg.REGISTERED, Granted): (Leg.READING, "read"),
     (Leg.REGISTERED, LandedByPeer): (Leg.LANDED, ""),
     (Leg.REGISTERED, FailedByPeer): (Leg.FAILED, ""),
     (Leg.REGISTERED, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.REGISTERED, PeerGone): (Leg.SETTLING, ""),
+    (Leg.STREAMING, BegunEarly): (Leg.STREAMING, ""),
     (Leg.STREAMING, SealedByPeer): (Leg.LANDING, "sealed"),
     (Leg.STREAMING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.STREAMING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.STREAMING, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.STREAMING, PeerGone): (Leg.SETTLING, ""),
+    (Leg.LANDING, Begun): (Leg.LANDING, ""),
+    (Leg.LANDING, BegunEarly): (Leg.LANDING, ""),
+    (Leg.LANDING, SealedByPeer): (Leg.LANDING, ""),
     (Leg.LANDING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.LANDING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.LANDING, Stop): (Leg.CANCELLING, "cancel"),
     (Leg.LANDING, PeerGone): (Leg.SETTLING, ""),
+    (Leg.READING, Granted): (Leg.READING, ""),
     (Leg.READING, ReadDone): (Leg.CONFIRMING, "fetched"),
     (Leg.READING, ReadFailed): (Leg.FAILED, "unfetched"),
     (Leg.READING, FailedByPeer): (Leg.DRAINING, ""),
     (Leg.READING, Stop): (Leg.DRAINING, ""),
     (Leg.READING, PeerGone): (Leg.DRAINING, ""),
+    (Leg.DRAINING, Granted): (Leg.DRAINING, ""),
     (Leg.DRAINING, ReadDone): (Leg.FAILED, "unfetched"),
     (Leg.DRAINING, ReadFailed): (Leg.FAILED, "unfetched"),
     (Leg.DRAINING, FailedByPeer): (Leg.DRAINING, ""),
     (Leg.DRAINING, Stop): (Leg.DRAINING, ""),
     (Leg.DRAINING, PeerGone): (Leg.DRAINING, ""),
+    (Leg.CONFIRMING, Granted): (Leg.CONFIRMING, ""),
     (Leg.CONFIRMING, LandedByPeer): (Leg.LANDED, ""),
     (Leg.CONFIRMING, FailedByPeer): (Leg.FAILED, ""),
     (Leg.CONFIRMING, Stop): (Leg.CONFIRMING, ""),
@@ -217,9 +226,10 @@ class Landings:
     """All landings of one D rank. Owned by one thread; `now` is that thread's monotonic clock in seconds.
 
     `dial_s`: limit for the peer to come up; `prefill_s`: from registered until prefill is done; `transfer_s`: from then
-    until landed; `fence_s`: for P to confirm a READ; `settle_s`: for what a lost peer had on the way. There is no limit
-    for P to acknowledge a cancel: until it does, or its connection goes, it may write. `credit`: streamed WRITEs that
-    this rank takes at once; each P rank that something is open with gets an equal part, and one at least.
+    until landed; `fence_s`: for P to confirm a READ, or to acknowledge a cancel before it is asked again; `settle_s`:
+    for what a lost peer had on the way. There is no limit for P to acknowledge a cancel: until it does, or is lost, it
+    may write. `credit`: streamed WRITEs that this rank takes at once; each P rank that something is open with gets an
+    equal part, and one at least.
     """
 
     def __init__(
@@ -303,7 +313,13 @@ class Landings:
     def landed(self, reg_id: RegistrationId, now: float) -> list[Instruction]:
         return self._to_leg(reg_id, LandedByPeer(), now)
 
-    def failed(self, reg_id: RegistrationId, code: str, reason: str, now: float) -> list[Instruction]:
+    def failed(
+        self, reg_id: RegistrationId, code: str, reason: str, now: float, final: bool = True
+    ) -> list[Instruction]:
+        """Not `final`: some of it may still arrive, until P is gone or has welcomed us anew."""
+        key = self._by_reg.get(reg_id)
+        if not final:
+            return [] if key is None else self._stop(self._landings[key], code, reason, now)
         return self._to_leg(reg_id, FailedByPeer(), now, code=code, reason=reason)
 
     # -- the fabric's side ------------------------------------------------------------------------------------------
@@ -314,12 +330,24 @@ class Landings:
     def read_failed(self, reg_id: RegistrationId, reason: str, now: float) -> list[Instruction]:
         return self._to_leg(reg_id, ReadFailed(), now, code="read_failed", reason=reason)
 
+    def fenced(self, now: float) -> list[Instruction]:
+        """Nothing that was on its way can arrive any more, and none of our READs is in flight."""
+        out: list[Instruction] = []
+        for landing in list(self._landings.values()):
+            for leg in list(landing.legs.values()):
+                if leg.state is Leg.SETTLING:
+                    out += self._apply(landing, leg, Settled(), now)
+                elif leg.state in (Leg.READING, Leg.DRAINING):
+                    out += self._apply(landing, leg, ReadFailed(), now)
+        return out
+
     # -- time -------------------------------------------------------------------------------------------------------
 
     def next_due(self) -> float | None:
         return self._deadlines.next_due()
 
-    def tick(self, now: float) -> list[Instruction]:
+    def tick(self, now: float, may_write: Callable[[PeerKey], bool] = lambda peer: False) -> list[Instruction]:
+        """`may_write`: this lost peer is there, and has not said yet that what it had on the way is over."""
         out: list[Instruction] = []
         for reg_id in self._deadlines.lapsed(now):
             if reg_id not in self._by_reg or reg_id in self._deadlines:
@@ -328,7 +356,13 @@ class Landings:
             leg = landing.legs[reg_id]
             if leg.state is Leg.CONFIRMING:  # nobody writes, and what was read is of no use unconfirmed
                 reason = f"no confirmation within {self.fence_s:g} s"
+                out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=reason)))  # it may not know that we have read
                 out += self._apply(landing, leg, PeerGone(), now, code="transfer_timeout", reason=reason)
+            elif leg.state is Leg.CANCELLING:  # asked again: either word may have been lost
+                out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
+                self._set_deadline(reg_id, leg.state, now)
+            elif leg.state is Leg.SETTLING and may_write(leg.peer):
+                self._set_deadline(reg_id, leg.state, now)
             elif leg.state is Leg.SETTLING:
                 out += self._apply(landing, leg, Settled(), now)
             elif leg.state is Leg.DIALING:
@@ -365,6 +399,20 @@ class Landings:
     def quarantined_blocks(self) -> int:
         """Of landings whose request has failed or was aborted, and that P may still write to."""
         return sum(len(one.destination.block_ids) for one in self._landings.values() if one.code)
+
+    def held_by_others(self, up: set[PeerKey]) -> int:
+        """Blocks of failed landings that wait for peers which are not `up`."""
+        failed = [one for one in self._landings.values() if one.code]
+        return sum(
+            len(one.destination.block_ids)
+            for one in failed
+            if any(leg.state not in _OVER and leg.peer not in up for leg in one.legs.values())
+        )
+
+    def settling(self, peer: PeerKey) -> bool:
+        """Whether this lost peer may still have something on the way to us."""
+        legs = (leg for one in self._landings.values() for leg in one.legs.values())
+        return any(leg.state is Leg.SETTLING and leg.peer == peer for leg in legs)
 
     def incoming(self) -> int:
         """Legs whose bytes another rank is moving now, or may be: our agent must be driven."""
@@ -442,6 +490,8 @@ class Landings:
             out.append(Note(where.transfer_id, "sealed"))
         elif action == "read":
             out += [StartRead(leg.peer, leg.register, block_ids), Note(where.transfer_id, "granted")]
+        elif action == "unfetched" and landing.code == "cancelled":
+            out.append(Send(leg.peer, Cancel(reg_id=reg_id, reason=landing.reason)))
         elif action in ("fetched", "unfetched"):
             out.append(Send(leg.peer, Fetched(reg_id=reg_id, ok=action == "fetched")))
         elif action == "cancel":
@@ -465,6 +515,7 @@ class Landings:
             Leg.LANDING: self.transfer_s,
             Leg.READING: self.transfer_s,
             Leg.CONFIRMING: self.fence_s,
+            Leg.CANCELLING: self.fence_s,
             Leg.SETTLING: self.settle_s,
         }.get(state)
         if limit is None:

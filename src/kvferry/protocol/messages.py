@@ -178,11 +178,13 @@ class Landed(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """P -> D: this registration ended without its KV, and no write to its blocks can come any more."""
+    """P -> D: this registration ended without its KV, and no write to its blocks can come any more. Not `final`: P
+    gives the whole connection up, and what it had on the way may still arrive until it has welcomed D anew."""
 
     reg_id: RegistrationId
     code: str
     reason: str
+    final: bool = True
 
 
 class StageStep(Message, frozen=True):

@@ -56,6 +56,7 @@ class _Leg:
     flying: int = 0  # WRITEs in flight
     stale: bool = False  # those in flight are of an attempt that is no more
     bad: bool = False  # one of them failed
+    unsure: bool = False  # one of them is of a peer that was given up, and may still arrive there
     nbytes: int = 0
     descriptors: int = 0
     code: str = "cancelled"
@@ -308,8 +309,13 @@ class Rendezvous:
         code: str = "write_failed",
         *,
         lost: bool = False,
+        over: bool = True,
     ) -> list[Instruction]:
-        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows."""
+        """One WRITE of the leg has ended badly. `lost`: with its peer, and `peer_gone` follows. Not `over`: nobody
+        waits for it any more, but its bytes may still arrive, so D must not take our word for its blocks."""
+        transfer_id = self._by_leg.get((peer, reg_id))
+        if transfer_id is not None and not over:
+            self._sources[transfer_id].legs[peer, reg_id].unsure = True
         return self._written((peer, reg_id), now, 0, 0, code, reason, lost)
 
     # -- whoever asks -----------------------------------------------------------------------------------------------
@@ -452,6 +458,8 @@ class Rendezvous:
         streamed = leg.register.mode == "stream"
         if streamed:
             self._flying[leg.peer] -= 1
+            if not self._flying[leg.peer]:
+                del self._flying[leg.peer]
         if not leg.stale:
             leg.nbytes, leg.descriptors = leg.nbytes + nbytes, leg.descriptors + descriptors
         out: list[Instruction] = []
@@ -470,7 +478,8 @@ class Rendezvous:
         out += self._pump_all(source, now) + self._settle(source, now)
         if streamed:
             for other in [one for one in self._sources.values() if one is not source and one.mode == "stream"]:
-                out += self._pump_all(other, now) + self._settle(other, now)
+                if more := self._pump_all(other, now):
+                    out += more + self._settle(other, now)  # else its lease runs on
         return out
 
     def _tell(self, source: _Source, ended: bool = False) -> list[Instruction]:
@@ -540,7 +549,7 @@ class Rendezvous:
         elif action == "landed":
             out.append(Send(peer, Landed(reg_id=reg_id, nbytes=leg.nbytes, descriptors=leg.descriptors)))
         elif action == "failed" and not leg.peer_gone:
-            out.append(Send(peer, Failed(reg_id=reg_id, code=leg.code, reason=leg.reason)))
+            out.append(Send(peer, Failed(reg_id=reg_id, code=leg.code, reason=leg.reason, final=not leg.unsure)))
         if target is Leg.ENDED:
             ok = action == "landed"
             source.ended_ok += ok

@@ -42,6 +42,11 @@ _BY_CODE: dict[str, type[KVFerryError]] = {
 }
 
 
+def cause_of(code: str) -> type[KVFerryError]:
+    """The error that a client gets for a transfer that ended with `code` on D."""
+    return _BY_CODE.get(code, TransferError)
+
+
 async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, error: LegFailed) -> LegFailed:
     """`error` (D's own) with the transfer's reason in it, where D's first rank says that the transfer failed."""
     spec = decode.spec
@@ -54,7 +59,7 @@ async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, e
         return error
     source = f" from prefill engine {prefill.url}" if prefill is not None else ""
     message = f"decode engine {decode.url} did not get its KV{source}: {verdict.reason}"
-    cause = _BY_CODE.get(verdict.code, TransferError)(message)
+    cause = cause_of(verdict.code)(message)
     return LegFailed(message, side="decode", peer=decode.url, cause=cause)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,16 @@ _HUGE = 2 << 20
 
 
 class Slots:
-    """Equal parts of one area. `fence` keeps some from use until whoever might still write there can't any more.
-
-    Owned by the core's thread; times are its monotonic seconds.
-    """
+    """Equal parts of one area. Owned by the core's thread."""
 
     def __init__(self, base: int, nbytes: int) -> None:
         self.slot_bytes = nbytes // _SLOTS // _ALIGN * _ALIGN
         count = _SLOTS if self.slot_bytes else 0
         self.total = count
         self._free = [base + index * self.slot_bytes for index in range(count)]
-        self._fenced: deque[tuple[float, tuple[int, ...]]] = deque()
 
-    def take(self, count: int, now: float) -> tuple[int, ...]:
+    def take(self, count: int) -> tuple[int, ...]:
         """Addresses of so many slots, or none."""
-        while self._fenced and self._fenced[0][0] <= now:
-            self._free += self._fenced.popleft()[1]
         if not 0 < count <= len(self._free):
             return ()
         taken, self._free = self._free[-count:], self._free[:-count]  # the last ones used: they are in some cache
@@ -39,13 +32,9 @@ class Slots:
     def give(self, slots: tuple[int, ...]) -> None:
         self._free += slots
 
-    def fence(self, slots: tuple[int, ...], until: float) -> None:
-        if slots:
-            self._fenced.append((until, slots))
-
     @property
     def lent(self) -> int:
-        return self.total - len(self._free) - sum(len(slots) for _, slots in self._fenced)
+        return self.total - len(self._free)
 
 
 class Areas:

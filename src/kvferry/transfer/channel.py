@@ -92,6 +92,9 @@ class Channel(Protocol):
     def send(self, key: ChannelKey, data: bytes) -> bool:
         """False if there is no such connection now."""
 
+    def answers(self, key: ChannelKey) -> bool:
+        """Whether somebody, even if he says nothing, listens at a dialled address."""
+
     def hang_up(self, key: ChannelKey) -> None:
         """Close a dialled connection, forget an incoming one."""
 
@@ -141,6 +144,7 @@ class ZmqChannel:
         self._monitors: dict[ChannelKey, zmq.Socket[bytes]] = {}
         self._handshakes: dict[ChannelKey, Handshakes] = {}
         self._up: set[ChannelKey] = set()
+        self._answering: set[ChannelKey] = set()
         self._look_again = 0.0
         self._poller = zmq.Poller()
         for source in (self._router, self._router_monitor, self._wake_fd):
@@ -161,7 +165,8 @@ class ZmqChannel:
         socket.identity = secrets.token_bytes(12)
         socket.immediate = True  # what could not be sent is dropped with its connection, not sent on the next one
         dial_with(socket, self.key)
-        watcher = monitor(socket, zmq.EVENT_DISCONNECTED | Handshakes.EVENTS)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | Handshakes.EVENTS
+        watcher = monitor(socket, events)
         try:
             socket.connect(endpoint(host, port))
         except zmq.ZMQError as error:
@@ -196,8 +201,12 @@ class ZmqChannel:
             raise
         return True
 
+    def answers(self, key: ChannelKey) -> bool:
+        return key in self._answering
+
     def hang_up(self, key: ChannelKey) -> None:
         self._incoming.pop(key, None)
+        self._answering.discard(key)
         socket = self._dialled.pop(key, None)
         if socket is None:
             return
@@ -275,7 +284,11 @@ class ZmqChannel:
                 self.hang_up(key)
                 out.append(Barred(key, refusal))
                 return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                self._answering.add(key)  # the kernel's word: the process may be stopped
+            elif event == zmq.EVENT_CLOSED:
+                self._answering.discard(key)  # refused; a connection that was made and lost says nothing yet
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._up.add(key)
                 out.append(Up(key))
             elif event == zmq.EVENT_DISCONNECTED and key in self._up:

@@ -1,18 +1,16 @@
 """The transfer core of one rank: both directions, all I/O, one owner thread.
 
 It joins the pure machines (`protocol/rendezvous.py`, `protocol/landing.py`) to a fabric and a side channel: commands
-and channel events go in, the machines' instructions are carried out, their outcomes go back in as events, and each
-request ends in exactly one `Result`. Whoever calls `step` owns everything here; `TransferThread` gives it a thread of
-its own, inline mode calls it from the engine loop.
-
-`step` sleeps in `channel.poll` unless bytes are in flight: only then is the fabric driven.
+and channel events go in, the machines' instructions are carried out, and each request ends in exactly one `Result`.
+Whoever calls `step` owns everything here. It sleeps in `channel.poll` unless bytes are in flight: only then is the
+fabric driven.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvferry.config import ConnectorConfig
@@ -21,8 +19,8 @@ from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import fan_in
-from kvferry.protocol.plan import PlanError, total_bytes
-from kvferry.protocol.stream import Pace, Span
+from kvferry.protocol.plan import PlanError
+from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
@@ -31,22 +29,25 @@ from kvferry.transfer.areas import Areas
 from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Barred, Channel, Down, Got, Uninvited, Up
 from kvferry.transfer.door import Door
-from kvferry.transfer.fabric import Fabric, Op
+from kvferry.transfer.endings import Endings
+from kvferry.transfer.fabric import Fabric, Op, PeerName
 from kvferry.transfer.gather import Gatherer
+from kvferry.transfer.invariants import check_when_idle
 from kvferry.transfer.load import Load
 from kvferry.transfer.mover import mover_for
 from kvferry.transfer.openings import Openings
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
-from kvferry.transfer.posts import Posts
+from kvferry.transfer.posts import LOST, Post, Posts
 from kvferry.transfer.prober import Prober
+from kvferry.transfer.quarantine import Quarantine
 from kvferry.transfer.scatter import Scatterer
 from kvferry.transfer.stats import Recorder
 
 log = logging.getLogger("kvferry.transfer")
 
 _SPIN_S = 0.02  # after this long without progress the fabric is driven once a millisecond instead of all the time
-_REMEMBERED_ENDINGS = 10_000
-_STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we listen before we write on: we may have been cut off meanwhile
+_LOST_S = 0.01  # what nobody waits for is looked at this often
+_STOPPED_S = 0.5  # after so long a pause (SIGSTOP) we may have been cut off meanwhile
 
 
 class TransferCore:
@@ -93,6 +94,7 @@ class TransferCore:
             up=self._peer_up,
             refused=lambda: self._openings.advance(),
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
+            reached=lambda agent: self._posts.reach(agent),
         )
         self._openings = Openings(
             identity, config, layout, self._peers, clock, opened=self._opened, failed=self._not_opened
@@ -100,11 +102,13 @@ class TransferCore:
         slots, mover, send = areas.staging, mover_for(layout.device), self._peers.send
         gatherer = Gatherer(slots, mover, fabric, send, clock)
         self._posts = Posts(identity, config, layout, fabric, gatherer, story, clock, self.stats)
-        settle_s = self._landings.settle_s
-        self._scatterer = Scatterer(slots, mover, fabric, self._landings.register_of, send, clock, settle_s)
+        self._scatterer = Scatterer(slots, mover, fabric, self._landings.register_of, send)
+        most = int(config.quarantine_share * layout.num_blocks)
+        holders = (self._posts, self._scatterer)
+        self._quarantine = Quarantine(most, config.lease_s, self._peers, self._landings, holders, fabric)
         self._waiting_moments: list[cmd.Ready | cmd.Grown] = []
         self._requests: dict[TransferId, str] = {}
-        self._endings: OrderedDict[TransferId, tuple[bool, str, str]] = OrderedDict()
+        self._endings = Endings()
         self._load = Load(self._rendezvous, self._landings, self._openings, self._posts, self.stats, clock)
         known = (self._rendezvous, self._landings, self._endings, self._load)
         self._answers = Answers(identity, self._peers.life, config, layout, *known)
@@ -120,7 +124,6 @@ class TransferCore:
         self._channel.wake()
 
     def wake(self) -> None:
-        """End the owner's sleep."""
         self._channel.wake()
 
     # -- the owner thread -------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class TransferCore:
         """One round: commands, messages, completions, deadlines. Sleeps at most `max_wait_s` (None: no limit)."""
         self._take_commands()
         if self._posts and self._clock() - self._driven_at > _STOPPED_S:
-            self._listen(0.05)
+            self._listen(0.05)  # before we write on
         timeout_s = self._timeout(max_wait_s)
         self._load.tell(timeout_s)
         self._listen(timeout_s)
@@ -138,6 +141,8 @@ class TransferCore:
             self._say(self._prober.ended())
         self._drive_fabric()
         self._tick()
+        if self.config.debug_invariants:
+            check_when_idle(self)
 
     def _listen(self, timeout_s: float | None) -> None:
         for event in self._channel.poll(timeout_s):
@@ -148,6 +153,7 @@ class TransferCore:
                 self._peers.greet(event.key)
             elif isinstance(event, Down):
                 self._rendezvous.unwatch(event.key)
+                self._peers.held.pop(event.key, None)
                 self._gone(event.key, "peer_gone", "the connection was lost")
                 if self._prober is not None:
                     self._prober.lost(event.key)
@@ -175,7 +181,7 @@ class TransferCore:
 
     def open_counts(self) -> dict[str, int]:
         """What is held now, for leak checks and metrics."""
-        return {**self._load.counts(), "peers": len(self._peers.by_key)}
+        return {**self._load.counts(), "stages": len(self._scatterer), "peers": len(self._peers.by_key)}
 
     def close(self) -> None:
         if self._prober is not None:
@@ -217,8 +223,12 @@ class TransferCore:
             return  # a second request under a transfer id in use: the first one stands
         how = (command.transfer_id, "aborted", command.reason, self._clock(), command.held)
         self._run(self._rendezvous.abort(*how))
-        if not self._rendezvous.is_open(command.transfer_id):
-            self._requests.pop(command.transfer_id, None)
+        if not self._rendezvous.is_open(command.transfer_id) and command.transfer_id in self._requests:
+            del self._requests[command.transfer_id]  # nothing was held, so no `Sent` tells of it
+            ending = self._rendezvous.ending(command.transfer_id)
+            if ending is not None:
+                self._endings[command.transfer_id] = (False, ending.code, ending.reason)
+                self.stats.count("prefill", ending.code)
 
     def _take_computed(self) -> None:
         """What the device has got to; of one transfer in the order of its steps, as new moments may pass meanwhile."""
@@ -278,8 +288,7 @@ class TransferCore:
 
     def _not_opened(self, land: cmd.Land, code: str, reason: str) -> None:
         self._story.note(land.transfer_id, "failed", code=code, reason=reason)
-        result = cmd.Received(land.request, land.transfer_id, False, code, reason)
-        self._end(result, remember=self._tells(land))
+        self._end(cmd.Received(land.request, land.transfer_id, False, code, reason), remember=self._tells(land))
 
     def _tells(self, where: cmd.Land | landing.Destination) -> bool:
         """Whether this end is the transfer's: an empty registration awaits no KV, and vLLM makes one when it turns a
@@ -299,21 +308,39 @@ class TransferCore:
         now = self._clock()
         lost = self._posts.drop(key)
         self._scatterer.lost(key)
-        text = self._peers.cut(peer, reason)
+        reached = self._posts.reach(peer.agent) or self._scatterer.reach(peer.agent)
+        text = self._peers.cut(peer, reason, keep_agent=reached)
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
-                self._run(self._rendezvous.write_failed(key, post.register.reg_id, text, now, code, lost=True))
+                over, reg_id = not post.in_flight, post.register.reg_id
+                self._run(self._rendezvous.write_failed(key, reg_id, text, now, code, lost=True, over=over))
+            elif post.in_flight:
+                self._channel.send(key, codec.encode(wire.Fetched(reg_id=post.register.reg_id, ok=False)))
         self._run(self._landings.peer_gone(key, code, text, now))
         self._run(self._rendezvous.peer_gone(key, text, now))
-        for post in lost:
-            if post.op == "READ":
-                self._run(self._landings.read_failed(post.register.reg_id, text, now))
+        for post in [post for post in lost if post.op == "READ" and not post.in_flight]:
+            self._run(self._landings.read_failed(post.register.reg_id, text, now))
         if not keep:
-            self._peers.hang_up(peer, text, self._openings.want(peer))
+            self._peers.hang_up(peer, text, self._wanted(peer))
+
+    def _lost_is_over(self, post: Post) -> None:
+        """Nothing of it can arrive any more, wherever it was to go."""
+        if post.op == "READ":
+            self._run(self._landings.read_failed(post.register.reg_id, "P was lost meanwhile", self._clock()))
+        self._nothing_reaches(post.peer.agent)
+
+    def _nothing_reaches(self, agent: PeerName) -> None:
+        """Of a peer that was given up, if that is so of all that was in flight."""
+        if not self._posts.reach(agent) and not self._scatterer.reach(agent):
+            self._peers.nothing_reaches(agent)
 
     def _peer_up(self, key: str) -> None:
         self._run(self._landings.connected(key, self._clock()))
         self._openings.advance()
+
+    def _wanted(self, peer: Peer) -> bool:
+        """A request waits for it, or it may still write to us and must say that it doesn't."""
+        return self._landings.settling(peer.key) or self._openings.want(peer)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -357,7 +384,7 @@ class TransferCore:
         elif peer is None:
             return
         elif isinstance(message, wire.Register):
-            self._run(self._rendezvous.register(key, message, now, self._pace(peer)))
+            self._run(self._rendezvous.register(key, message, now, self._posts.pace(peer)))
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
@@ -373,7 +400,7 @@ class TransferCore:
         elif isinstance(message, wire.Landed):
             self._landed_by(peer, message)
         elif isinstance(message, wire.Failed):
-            self._run(self._landings.failed(message.reg_id, message.code, message.reason, now))
+            self._run(self._landings.failed(message.reg_id, message.code, message.reason, now, message.final))
         elif isinstance(message, wire.StageStep):
             self._stage(peer, message)
         elif isinstance(message, wire.Welcome):
@@ -396,27 +423,13 @@ class TransferCore:
         elif isinstance(message, wire.Unstaged):
             self._posts.gatherer.unstaged(peer.key, message)
 
-    def _pace(self, peer: Peer) -> Pace:
-        unit = max(self._layout.block_size, peer.layout.block_size)
-        share = self._posts.share_with("WRITE", peer)
-        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
-        if not token_bytes:
-            return Pace(unit)
-        meter = self._posts.meter
-        worth = self.config.stream_chunk_bytes or meter.cost.least_bytes(meter.bytes_per_descriptor)
-        least = int(worth / token_bytes)
-        most = max(unit, int(self.config.stream_write_bytes / token_bytes) // unit * unit)
-        return Pace(unit, least, most, token_bytes)
-
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
         """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
         register, now = self._landings.register_of(message.reg_id, peer.key), self._clock()
-        share = self._posts.share_with("READ", peer)
-        if register is not None and register.mode != "pull" and share is not None:
-            wanted = total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
-            if message.nbytes != wanted:
-                reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
-                return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
+        wanted = None if register is None else self._posts.written_for(peer, register)
+        if wanted is not None and message.nbytes != wanted:
+            reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
+            return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
         return self._run(self._landings.landed(message.reg_id, now))
 
     def _abandon(self, key: str, question: wire.Abandon) -> None:
@@ -509,8 +522,6 @@ class TransferCore:
         if remember:
             self._endings[result.transfer_id] = (result.ok, result.code, result.reason)
         self.stats.ended(result, counts=remember)
-        while len(self._endings) > _REMEMBERED_ENDINGS:
-            self._endings.popitem(last=False)
         if not result.ok:
             log.warning(
                 "%s rank %d: transfer %s failed: %s: %s",
@@ -538,19 +549,22 @@ class TransferCore:
             except FabricError as error:
                 self._gone(key, "read_failed", str(error))
         for post, code, reason in self._posts.poll():
-            if code:
+            if code == LOST:
+                self._lost_is_over(post)
+            elif code:
                 self._gone(post.peer.key, code, reason)
-                continue
-            self._last_progress = self._clock()
-            nbytes = post.plan.total_bytes
-            self._ended(post.op, post.peer.key, post.register.reg_id, "", nbytes, post.descriptors)
+            else:
+                self._last_progress = self._clock()
+                nbytes = post.plan.total_bytes
+                self._ended(post.op, post.peer.key, post.register.reg_id, "", nbytes, post.descriptors)
 
     def _timeout(self, max_wait_s: float | None) -> float | None:
         now = self._clock()
         if self._commands:
             return 0.0
         if self.busy():
-            return 0.0 if now - self._last_progress < _SPIN_S else 0.001
+            soon = _LOST_S if self._posts.only_lost() and not self._peers.busy() else 0.001
+            return 0.0 if now - self._last_progress < _SPIN_S else soon
         waits = [w - now for w in (self._rendezvous.next_due(), self._landings.next_due()) if w is not None]
         waits += [due - now for due in self._openings.due()]
         waits += self._peers.waits(now)
@@ -561,6 +575,9 @@ class TransferCore:
     def _tick(self) -> None:
         now = self._clock()
         self._run(self._rendezvous.tick(now))
-        self._run(self._landings.tick(now))
+        self._run(self._landings.tick(now, self._peers.may_write))
         self._openings.tick(now)
-        self._peers.tick(now, self._openings.want)
+        for agent in self._scatterer.tidy():
+            self._nothing_reaches(agent)
+        self._peers.tick(now, self._wanted)
+        self._run(self._quarantine.relieve(now, self._gone))

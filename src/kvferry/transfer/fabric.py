@@ -66,6 +66,10 @@ class Fabric(Protocol):
     def progress(self) -> Sequence[Note]:
         """Let peers' accesses to our memory proceed, where the transport needs our help (TCP); the notes that came."""
 
+    def renew(self) -> None:
+        """A new agent with the same memory, in place of this one, which nothing can reach any more: peers are gone, and
+        `metadata` is another. Handles must have been released. Raises `FabricError`."""
+
     def close(self) -> None:
         """Deregister everything. Idempotent."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
 from kvferry.protocol.plan import U64, Plan, Route
 from kvferry.protocol.staging import SLOTS_PER_LANE, Lane, Load, d_reads
@@ -47,6 +48,7 @@ class StagedSpan:
     writing: set[int] = field(default_factory=set)  # slots
     gather_s: float = 0.0
     post_s: float = 0.0
+    stopped: bool = False
     closed: bool = False
 
 
@@ -69,7 +71,7 @@ class Gatherer:
         self, peer: Peer, register: wire.Register, span: Span, route: Route, block_ids: tuple[int, ...]
     ) -> StagedSpan | None:
         """Ask D for slots; None: there are none here. `block_ids`: of the span's first token on."""
-        mine = self._slots.take(SLOTS_PER_LANE, self._clock())
+        mine = self._slots.take(SLOTS_PER_LANE)
         if not mine:
             return None
         pieces = route.source_pieces(block_ids, span)
@@ -108,16 +110,16 @@ class Gatherer:
     def drive(self, span: StagedSpan) -> bool:
         """Gather, write and tell as far as that goes now; whether all has been scattered. Raises `FabricError`."""
         lane = span.lane
-        while span.ready and span.theirs and not span.closed:
+        while span.ready and span.theirs and not span.stopped:
             self._gathered(span, lane, span.ready.pop(0))
         for slot, (gathering, moment) in list(span.gathering.items()):
-            if not span.closed and moment.query():
+            if not span.stopped and moment.query():
                 del span.gathering[slot]
                 self._gathered(span, lane, gathering)
         for slot in sorted(span.writing):
-            if not span.closed:  # telling D may find that it is gone
+            if not span.stopped:  # telling D may find that it is gone
                 self._check(span, lane, slot)
-        while not span.closed and (load := lane.take()) is not None:
+        while not span.stopped and (load := lane.take()) is not None:
             began = self._clock()
             pieces = span.pieces[load.first : load.first + load.count]
             pending = self._mover.gather(pieces, span.piece_bytes, span.mine[load.slot])
@@ -167,12 +169,29 @@ class Gatherer:
         told = wire.Staged(stage_id=span.stage_id, slot=load.slot, first=load.first, count=load.count, source=source)
         self._send(span.peer.key, told)
 
+    def stop(self, span: StagedSpan) -> None:
+        """Its peer was given up: nothing more is gathered or posted. Its slots stay until what is in flight has
+        `ended`."""
+        span.stopped = True
+        self._open.pop((span.peer.key, span.stage_id), None)
+
+    def ended(self, span: StagedSpan) -> bool:
+        """Whether nothing of a stopped span is in flight any more, well or not."""
+        for slot in sorted(span.writing):
+            try:
+                over = self._fabric.check(span.handles[slot])
+            except FabricError:
+                over = True
+            if over:
+                span.writing.remove(slot)
+        return not span.writing
+
     def close(self, span: StagedSpan) -> None:
-        """It is over, or given up: with its peer, or since D has no slots."""
+        """It is over, or D has no slots. Idempotent."""
         if span.closed:
             return
+        self.stop(span)
         span.closed = True
-        del self._open[span.peer.key, span.stage_id]
         for handle in span.handles.values():
             self._fabric.release(handle)
         self._slots.give(span.mine)

@@ -61,6 +61,10 @@ class MemoryWorld:
         made = self.fabrics[unique] = MemoryFabric(self, unique)
         return made
 
+    def sweep(self) -> None:
+        """Forget released copies that have ended: a release alone doesn't end one."""
+        self.copies = [copy for copy in self.copies if not copy.released or (copy.rows and not copy.error)]
+
 
 class MemoryFabric:
     """A `Fabric`. `frozen`: the process is stopped, so it neither posts nor serves others' accesses.
@@ -96,10 +100,7 @@ class MemoryFabric:
         return name
 
     def remove_peer(self, peer: PeerName) -> None:
-        self.peers.discard(peer)
-        for copy in self._world.copies:
-            if copy.owner is self and copy.target.name == peer:
-                copy.error = "the peer was removed"
+        self.peers.discard(peer)  # as with UCX, what was posted goes on
 
     def post(
         self,
@@ -151,14 +152,25 @@ class MemoryFabric:
         copy = self.handles.pop(handle, None)  # type: ignore[call-overload]
         if copy is not None:
             copy.released = True
-            self._world.copies.remove(copy)
+            self._world.sweep()
 
     def progress(self) -> list[Note]:
         for copy in self._world.copies:
             if copy.target is self and not (copy.held or copy.error or self.frozen or copy.owner.frozen):
                 copy.move()
+        self._world.sweep()
         came, self.notes = self.notes, []
         return came
+
+    def renew(self) -> None:
+        self._world.fabrics.pop(self.name, None)
+        self.name = f"{self.name}-{next(self._serial)}"
+        self._world.fabrics[self.name] = self
+        self.peers.clear()
+        for copy in self._world.copies:
+            if self in (copy.owner, copy.target) and copy.rows:
+                copy.error = "the other side's agent is gone"
+        self._world.sweep()
 
     def close(self) -> None:
         if self._closed:
@@ -169,6 +181,7 @@ class MemoryFabric:
         for copy in self._world.copies:
             if self in (copy.owner, copy.target) and copy.rows:
                 copy.error = "the other side closed"
+        self._world.sweep()
 
     def _covers(self, address: int, nbytes: int) -> bool:
         return any(base <= address and address + nbytes <= base + size for base, size in self.regions)
@@ -261,6 +274,9 @@ class MemoryChannel:
                 self._network.deliver()
             return True
         return False
+
+    def answers(self, key: ChannelKey) -> bool:
+        return self.dialled.get(key) in self._network.listening
 
     def hang_up(self, key: ChannelKey) -> None:
         if self.dialled.pop(key, None) is None:

@@ -41,25 +41,31 @@ class NixlFabric:
     """`backends`: NIXL plugins, in order of preference. `name` need not be unique; the agent's name is."""
 
     def __init__(self, name: str, backends: tuple[str, ...] = ("UCX",), num_threads: int = 0) -> None:
-        api = _load()
-        self._name = f"{name}-{secrets.token_hex(6)}"
+        self._api = api = _load()
+        self._given, self._backends, self._num_threads = name, list(backends), num_threads
         bindings = importlib.import_module(api.__name__.replace("_api", "_bindings"))
         # NIXL's exceptions have no base of their own: each is a direct child of Exception.
         found = [one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
         self._errors: tuple[type[Exception], ...] = (*found, RuntimeError, ValueError)
-        config = api.nixl_agent_config(enable_prog_thread=False, num_threads=num_threads, backends=list(backends))
-        try:
-            self._agent = api.nixl_agent(self._name, config)
-        except self._errors as error:
-            raise FabricError(f"NIXL agent did not start with backends {', '.join(backends)}: {error}") from error
-        if not self._agent.backends:
-            raise FabricError(
-                f"NIXL has none of the backends {', '.join(backends)}",
-                hint=f"it has: {', '.join(self._agent.plugin_list)}",
-            )
         self._registered: list[Any] = []
+        self._memory: list[tuple[list[tuple[int, int]], str]] = []
         self._device = "cpu"
         self._closed = False
+        self._agent = self._make_agent()
+
+    def _make_agent(self) -> Any:
+        config = self._api.nixl_agent_config(
+            enable_prog_thread=False, num_threads=self._num_threads, backends=self._backends
+        )
+        named = ", ".join(self._backends)
+        try:
+            agent = self._api.nixl_agent(f"{self._given}-{secrets.token_hex(6)}", config)
+        except self._errors as error:
+            raise FabricError(f"NIXL agent did not start with backends {named}: {error}") from error
+        if not agent.backends:
+            hint = f"it has: {', '.join(agent.plugin_list)}"
+            raise FabricError(f"NIXL has none of the backends {named}", hint=hint)
+        return agent
 
     def register(self, regions: list[tuple[int, int]], device: str) -> None:
         mem_type, index = _seg(device)
@@ -67,6 +73,7 @@ class NixlFabric:
         rows = [(address, nbytes, index, "") for address, nbytes in regions]
         try:
             self._registered.append(self._agent.register_memory(rows, mem_type))
+            self._memory.append((regions, device))
         except self._errors as error:
             raise FabricError(f"NIXL could not register {len(rows)} regions of {device}: {error}") from error
 
@@ -146,10 +153,19 @@ class NixlFabric:
             raise FabricError(f"NIXL progress failed: {error}") from error
         return [(agent, note) for agent, notes in came.items() for note in notes] if came else []
 
+    def renew(self) -> None:
+        self._let_go()
+        memory, self._memory = self._memory, []
+        self._agent = self._make_agent()
+        for regions, device in memory:
+            self.register(regions, device)
+
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._let_go()
+
+    def _let_go(self) -> None:
         for registered in self._registered:
             try:
                 self._agent.deregister_memory(registered)

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvferry.transfer")
 
 CUT_OFF = "cut_off"  # code of a `Refuse` that means: greet me anew
+_REDIAL_SOON_S = 0.05  # one that may still write to us
 _REDIAL_S = 0.5  # pause before a lost peer is dialled again; a request that wants it dials at once
 _BARRED_S = 2.0  # so long one that has another key is not dialled, and requests that want it fail at once
 _MOST_EARLY = 256
-_WARM_S = 120.0  # a first access takes seconds at most
 
 _MIN_BEAT_S = 0.1  # however short the other side says its patience is
 Lose = Callable[[str, str, str, bool], None]
@@ -77,9 +77,9 @@ class Peer:
     refusal: tuple[str, str] = ("", "")
     heard_at: float = 0.0
     said_at: float = 0.0
+    met_at: float = 0.0  # agents were exchanged
     address: tuple[str, int] | None = None  # of peers that we dialled
     redial_at: float | None = None  # DIALING and REFUSED: not before then
-    warming_until: float = 0.0
 
     @property
     def layout(self) -> Layout:
@@ -113,7 +113,8 @@ class Peers:
 
     `lose(key, code, reason, keep)`: the owner's way to cut a peer off; it calls `cut` and `hang_up` here in between its
     own bookkeeping. `up(key)`: a peer can be used. `refused()`: some peer will not talk to us. `silent(key, reason)`:
-    one that may be writing to us is not heard of any more.
+    one that may be writing to us is not heard of any more. `reached(agent)`: copies from or to it are in flight though
+    its peer was given up.
     """
 
     def __init__(
@@ -131,7 +132,10 @@ class Peers:
         up: Callable[[str], None],
         refused: Callable[[], None],
         silent: Callable[[str, str], None],
+        reached: Callable[[PeerName], bool],
     ) -> None:
+        self.held: dict[str, Hello] = {}
+        """Greetings that wait until nothing that we posted before can reach who greets."""
         self.by_key: dict[str, Peer] = {}
         self.life = new_life_id()
         self._identity, self._config, self._layout, self._scratch = identity, config, layout, scratch
@@ -140,6 +144,7 @@ class Peers:
         self._early: dict[PeerName, bytes] = {}  # notes from agents whose welcome is still to come
         self._barred: set[str] = set()  # what was said of keys that differ: once
         self._lose, self._up, self._refused, self._silent = lose, up, refused, silent
+        self._reached = reached
         self._standing = {parse_address(peer, "peers") for peer in config.peers}
 
     def dial_standing(self) -> None:
@@ -172,6 +177,10 @@ class Peers:
         return peer
 
     def send(self, key: str, message: Message) -> None:
+        """What can't be sent means that the peer is lost; to one that is only being dialled nothing can be."""
+        peer = self.by_key.get(key)
+        if peer is not None and peer.stage is Stage.DIALING:
+            return
         if self._channel.send(key, codec.encode(message)):
             peer = self.by_key.get(key)
             if peer is not None:
@@ -214,13 +223,17 @@ class Peers:
             fan_in(hello.rank, hello.tp_size, me.tp_size, self._layout.total_heads)
             agent = self._fabric.add_peer(hello.agent)
             self._check_agent(agent, hello)
+            self.held.pop(key, None)
+            if self._reached(agent):
+                self.held[key] = hello  # a welcome says that nothing of ours can arrive there any more
+                return
         except KVFerryError as error:
             reason = f"prefill engine {me.engine_id} refuses decode engine {hello.engine_id}: {error}"
             self._door.turned_away("bad_greeting", reason)
             self._channel.send(key, codec.encode(Refuse(code=error.code, reason=reason)))
             return
         now = self._clock()
-        peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now)
+        peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now, met_at=now)
         peer.note = secrets.token_bytes(16)
         self.by_key[key] = peer
         self.send(key, Welcome(**self._introduction()))
@@ -244,7 +257,7 @@ class Peers:
             reason = f"decode engine {self._identity.engine_id} refuses {peer.name}: {error}"
             self._door.turned_away("bad_greeting", reason)
             return self.refuse(peer, error.code, reason)
-        peer.stage, peer.note = Stage.WARMING, self._early.pop(peer.agent, b"")
+        peer.stage, peer.note, peer.met_at = Stage.WARMING, self._early.pop(peer.agent, b""), self._clock()
         return self._warm_up(peer, "READ")
 
     def refuse(self, peer: Peer, code: str, reason: str) -> None:
@@ -272,7 +285,6 @@ class Peers:
     def _warm_up(self, peer: Peer, op: Op) -> None:
         """Make the fabric connect now: its first access can take seconds on a fresh pair."""
         assert peer.greeting is not None
-        peer.warming_until = self._clock() + _WARM_S
         note = peer.note if op == "WRITE" else b""
         mine, theirs, size = (
             np.array([x], dtype=np.uint64) for x in (self._scratch, peer.greeting.scratch, SCRATCH_BYTES)
@@ -322,12 +334,31 @@ class Peers:
                 while len(self._early) > _MOST_EARLY:
                     del self._early[next(iter(self._early))]
 
-    def cut(self, peer: Peer, reason: str) -> str:
-        """Forget its agent; nothing more can be posted to it. What to tell people."""
+    def nothing_reaches(self, agent: PeerName) -> None:
+        """What we had posted before its peer was given up has ended."""
+        if all(other.agent != agent for other in self.by_key.values()):
+            self._fabric.remove_peer(agent)
+        for key, hello in list(self.held.items()):
+            self.hello(key, hello)
+
+    def renewed(self) -> None:
+        """Our agent is another one."""
+        self._metadata = self._fabric.metadata()
+        self.held.clear()
+
+    def may_write(self, key: str) -> bool:
+        """A lost peer's address answers, but who is there has not welcomed us (again): it may be the one that we lost,
+        with WRITEs in flight. A dead one's doesn't answer, and its sockets are closed."""
+        peer = self.by_key.get(key)
+        return peer is not None and peer.stage in (Stage.DIALING, Stage.GREETING) and self._channel.answers(key)
+
+    def cut(self, peer: Peer, reason: str, *, keep_agent: bool) -> str:
+        """Nothing more can be posted to it, and its agent is forgotten, unless some posts are in flight. What to tell
+        people."""
         del self.by_key[peer.key]
         if peer.warm_handle is not None:
             self._fabric.release(peer.warm_handle)
-        if peer.agent and all(other.agent != peer.agent for other in self.by_key.values()):
+        if peer.agent and not keep_agent and all(other.agent != peer.agent for other in self.by_key.values()):
             self._fabric.remove_peer(peer.agent)
         if peer.stage is not Stage.DIALING:
             log.warning("%s rank %d: lost %s: %s", self._identity.engine_id, self._identity.rank, peer.name, reason)
@@ -341,7 +372,7 @@ class Peers:
         if peer.address is not None and (wanted or peer.address in self._standing):
             now = self._clock()
             again = Peer(peer.key, Stage.DIALING, address=peer.address, heard_at=now, said_at=now)
-            again.redial_at = now + _REDIAL_S
+            again.redial_at = now + (_REDIAL_SOON_S if wanted else _REDIAL_S)
             self.by_key[peer.key] = again
 
     def stranger(self, key: str) -> None:
@@ -357,6 +388,9 @@ class Peers:
     def waits(self, now: float) -> list[float]:
         """Seconds until something is due, for each peer that has something."""
         live = [self._beat_due(peer) - now for peer in self.by_key.values() if peer.stage in _BEATING]
+        again = self._config.connect_timeout_s - now
+        mute = [peer for peer in self.by_key.values() if peer.stage is Stage.GREETING]
+        live += [peer.heard_at + again for peer in mute if peer.address in self._standing]
         return live + [peer.redial_at - now for peer in self.by_key.values() if peer.redial_at is not None]
 
     def tick(self, now: float, wanted: Callable[[Peer], bool]) -> None:
@@ -368,13 +402,15 @@ class Peers:
                     del self.by_key[peer.key]
                 if not barred or peer.address in self._standing:
                     self.dial(*peer.address)
-            if peer.stage is Stage.WARMING and now > peer.warming_until:
-                self._lose(peer.key, "peer_unreachable", f"no first access within {_WARM_S:g} s", False)
-                continue
-            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING) and peer.address not in self._standing
-            limit = self._config.connect_timeout_s
-            if unanswered and now - peer.heard_at > limit and not wanted(peer):
+            unanswered = peer.stage in (Stage.DIALING, Stage.GREETING)
+            limit, patience = self._config.connect_timeout_s, self._config.transfer_timeout_s
+            if unanswered and now - peer.heard_at > limit and peer.address in self._standing:
+                if peer.stage is Stage.GREETING:  # it listens: the greeting or its answer may have been lost
+                    self.greet(peer.key)
+            elif unanswered and now - peer.heard_at > limit and not wanted(peer):
                 self._lose(peer.key, "peer_unreachable", f"no answer within {limit:g} s", False)
+            elif peer.stage is Stage.WARMING and now - peer.met_at > patience:
+                self._lose(peer.key, "peer_unreachable", f"no first access within {patience:g} s", False)
             if peer.stage not in (Stage.UP, Stage.WARMING, Stage.SILENT):
                 continue
             quiet = now - peer.heard_at > self._config.lease_s

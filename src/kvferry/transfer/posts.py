@@ -10,10 +10,10 @@ from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
 from kvferry.protocol.cost import LEAST_S, STAGED, CostMeter
 from kvferry.protocol.layout import HeadShare, fan_in
-from kvferry.protocol.plan import Plan, Route
-from kvferry.protocol.stream import Span
+from kvferry.protocol.plan import Plan, Route, total_bytes
+from kvferry.protocol.stream import Pace, Span
 from kvferry.story import Story
-from kvferry.transfer.fabric import Fabric, Handle, Op
+from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
 from kvferry.transfer.gather import WORTH, Gatherer, StagedSpan
 from kvferry.transfer.peers import Identity, Peer
 from kvferry.transfer.stats import Recorder
@@ -35,9 +35,22 @@ class Post:
     post_s: float = 0.0
     descriptors: int = 0
 
+    @property
+    def in_flight(self) -> bool:
+        """Its bytes may arrive still."""
+        return self.handle is not None or (self.staged is not None and bool(self.staged.writing))
+
+
+LOST = "lost"
+"""`Posts.poll`'s code for a post that has ended, one way or the other, after its peer was given up."""
+
 
 class Posts:
-    """A post that takes longer than `config.transfer_timeout_s` counts as broken."""
+    """A post that takes longer than `config.transfer_timeout_s` counts as broken.
+
+    A posted copy can't be called back: the fabric goes on with it whatever becomes of the side channel, even if its
+    handle is released. So those of a peer that was given up are kept, and polled, until the fabric says how they ended.
+    """
 
     def __init__(
         self,
@@ -55,11 +68,23 @@ class Posts:
         self._story, self._clock, self._stats = story, clock, stats
         self._limit_s = config.transfer_timeout_s
         self._open: list[Post] = []
+        self._lost: list[Post] = []
         self._routes: dict[tuple[Op, str], tuple[wire.Layout, Route | None]] = {}
         self.meter, self._staged_meter = CostMeter(), CostMeter(STAGED)
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._lost)
+
+    def only_lost(self) -> bool:
+        """What is in flight is of use to nobody."""
+        return not self._open
+
+    def reach(self, agent: PeerName) -> bool:
+        """Copies from or to that agent are in flight, though its peer was given up."""
+        return any(post.peer.agent == agent for post in self._lost)
+
+    def open(self) -> tuple[Post, ...]:
+        return tuple(self._open)
 
     def share_with(self, op: Op, peer: Peer) -> HeadShare | None:
         """Which heads go between that peer and us; None: we have nothing to do with each other."""
@@ -79,6 +104,25 @@ class Posts:
             src, dst = (self._layout, peer.layout) if op == "WRITE" else (peer.layout, self._layout)
             known = self._routes[op, peer.key] = peer.layout, None if share is None else Route(src, dst, share)
         return known[1]
+
+    def written_for(self, peer: Peer, register: wire.Register) -> int | None:
+        """Bytes that this P rank writes to us for a registration; None: none, since we read, or have nothing of it."""
+        share = self.share_with("READ", peer)
+        if register.mode == "pull" or share is None:
+            return None
+        return total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
+
+    def pace(self, peer: Peer) -> Pace:
+        """How a registration of that peer's is streamed."""
+        unit = max(self._layout.block_size, peer.layout.block_size)
+        share = self.share_with("WRITE", peer)
+        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
+        if not token_bytes:
+            return Pace(unit)
+        worth = self._config.stream_chunk_bytes or self.meter.cost.least_bytes(self.meter.bytes_per_descriptor)
+        least = int(worth / token_bytes)
+        most = max(unit, int(self._config.stream_write_bytes / token_bytes) // unit * unit)
+        return Pace(unit, least, most, token_bytes)
 
     def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> bool:
         """Plan and post `span`; False if there is nothing to copy. `source_block_ids`: logical block 0 first.
@@ -137,6 +181,11 @@ class Posts:
     def poll(self) -> Iterator[tuple[Post, str, str]]:
         """(post, code, reason) of each that ended: code '' if well. The caller cuts the peer of one that did not: some
         of its copies may be under way still, and the connection is broken for all."""
+        for post in list(self._lost):
+            if self._is_over(post):
+                self._lost.remove(post)
+                self._release(post)
+                yield post, LOST, ""
         for post in list(self._open):
             if post not in self._open:
                 continue  # went with its peer
@@ -165,7 +214,7 @@ class Posts:
         if staged.theirs and not post.descriptors:
             post.descriptors = staged.copies
             self._note_posted(post)
-        return done and not staged.closed
+        return done and not staged.stopped
 
     def _complete(self, post: Post, now: float) -> None:
         self._open.remove(post)
@@ -191,19 +240,38 @@ class Posts:
             descriptors=post.descriptors,
         )
 
+    def _is_over(self, post: Post) -> bool:
+        if post.staged is not None:
+            return self.gatherer.ended(post.staged)
+        try:
+            return self._fabric.check(post.handle)
+        except FabricError:
+            return True
+
+    def _release(self, post: Post) -> None:
+        if post.staged is not None:
+            self.gatherer.close(post.staged)
+        if post.handle is not None:
+            self._fabric.release(post.handle)
+
     def drop(self, peer: str) -> list[Post]:
-        """Forget everything posted to this peer; what was forgotten."""
-        lost = [post for post in self._open if post.peer.key == peer]
+        """Give up everything posted to this peer; what was given up. `poll` says `LOST` of each that is in flight."""
+        dropped = [post for post in self._open if post.peer.key == peer]
         self._open = [post for post in self._open if post.peer.key != peer]
         self._routes = {where: route for where, route in self._routes.items() if where[1] != peer}
-        self._stats.failed(len(lost))
-        for post in lost:
+        self._stats.failed(len(dropped))
+        for post in dropped:
             if post.staged is not None:
-                self.gatherer.close(post.staged)
-            if post.handle is not None:
-                self._fabric.release(post.handle)
-        return lost
+                self.gatherer.stop(post.staged)
+            if post.in_flight:
+                self._lost.append(post)
+            else:
+                self._release(post)
+        return dropped
 
     def close(self) -> None:
         for key in {post.peer.key for post in self._open}:
             self.drop(key)
+        for post in self._lost:
+            self._release(post)
+        self._lost.clear()

@@ -1,7 +1,7 @@
 """D's side of staging: slots lent to those who send to us, and their pieces copied to the blocks they are for.
 
-Owned by the core's thread. A slot is lent for one span. It comes back when all pieces of the span have arrived, when
-its registration is over, or some time after its sender was lost, since a WRITE may still be under way.
+Owned by the core's thread. A slot is lent for one span. It comes back when all pieces of the span have arrived, or when
+its registration is over: it is fenced as the blocks are, since WRITEs of a lost sender may be under way to either.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.errors import FabricError
 from kvferry.ids import RegistrationId
 from kvferry.protocol import messages as wire
 from kvferry.protocol.plan import U64, Route
@@ -19,7 +20,7 @@ from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.transfer.areas import Slots
 from kvferry.transfer.commands import Moment
-from kvferry.transfer.fabric import Fabric, Handle
+from kvferry.transfer.fabric import Fabric, Handle, PeerName
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.peers import Peer
 
@@ -27,7 +28,7 @@ Send = Callable[[str, wire.Message], None]
 RegisterOf = Callable[[RegistrationId, str], wire.Register | None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Stage:
     stage_id: int
     peer: Peer
@@ -42,7 +43,7 @@ class _Stage:
 
 
 class Scatterer:
-    """`register_of`: of a registration with that peer that is not over. `fence_s`: see the module. `clock`: seconds."""
+    """`register_of`: of a registration with that peer that is not over."""
 
     def __init__(
         self,
@@ -51,19 +52,18 @@ class Scatterer:
         fabric: Fabric,
         register_of: RegisterOf,
         send: Send,
-        clock: Callable[[], float],
-        fence_s: float,
     ) -> None:
         self._slots, self._mover, self._fabric, self._register_of = slots, mover, fabric, register_of
-        self._send, self._clock, self._fence_s = send, clock, fence_s
+        self._send = send
         self._open: dict[tuple[str, int], _Stage] = {}
+        self._lost: list[_Stage] = []
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._lost)
 
     def asked(self, peer: Peer, ask: wire.StageAsk, route: Route | None) -> None:
         """Raises `PlanError` or `UnexpectedEvent` for a span that is none of the registration's."""
-        self._tidy()
+        self.tidy()
         register = self._register_of(ask.reg_id, peer.key)
         if register is None or route is None:
             return self._send(peer.key, wire.StageLent(stage_id=ask.stage_id, slots=()))
@@ -79,7 +79,7 @@ class Scatterer:
         per_slot = ask.slot_bytes // nbytes if nbytes and ask.slot_bytes <= self._slots.slot_bytes else 0
         slots: tuple[int, ...] = ()
         if per_slot and len(pieces) and ask.slots <= SLOTS_PER_LANE:
-            slots = self._slots.take(ask.slots, self._clock())
+            slots = self._slots.take(ask.slots)
         if slots:
             arrivals = Arrivals(len(pieces), per_slot, len(slots))
             stage = _Stage(ask.stage_id, peer, ask.reg_id, pieces, nbytes, slots, arrivals)
@@ -142,25 +142,46 @@ class Scatterer:
         self._send(stage.peer.key, wire.Unstaged(stage_id=stage.stage_id, slot=slot))
 
     def lost(self, key: str) -> None:
-        """The peer is cut off."""
-        for stage in [stage for where, stage in self._open.items() if where[0] == key]:
-            self._close(stage, fenced=True)
+        """The peer is cut off: nothing more is read or scattered. Its numbers may come again, on a new connection."""
+        for where in [where for where in self._open if where[0] == key]:
+            self._lost.append(self._open.pop(where))
+
+    def tidy(self) -> list[PeerName]:
+        """Take back what was lent for registrations that are over: P writes no more, and our READs have ended. Returns
+        the agents of lost peers whose slots came back."""
+        agents = []
+        for stage in [*self._open.values(), *self._lost]:
+            if self._register_of(stage.reg_id, stage.peer.key) is None and self._at_rest(stage):
+                if stage in self._lost:
+                    agents.append(stage.peer.agent)
+                self._close(stage)
+        return agents
+
+    def reach(self, agent: PeerName) -> bool:
+        """READs from that agent, whose peer was given up, are in flight."""
+        return any(stage.peer.agent == agent and stage.reading for stage in self._lost)
+
+    def _at_rest(self, stage: _Stage) -> bool:
+        for slot in list(stage.reading):
+            try:
+                over = self._fabric.check(stage.handles[slot])
+            except FabricError:
+                over = True
+            if over:
+                del stage.reading[slot]
+        stage.copying = {slot: moment for slot, moment in stage.copying.items() if not moment.query()}
+        return not stage.reading and not stage.copying
 
     def close(self) -> None:
-        for stage in list(self._open.values()):
+        """Nothing can reach our agent any more, or it is not wanted."""
+        for stage in [*self._open.values(), *self._lost]:
             self._close(stage)
 
-    def _tidy(self) -> None:
-        """A registration that is over without all its pieces: P has said that it writes no more."""
-        for stage in [one for one in self._open.values() if self._register_of(one.reg_id, one.peer.key) is None]:
-            self._close(stage)
-
-    def _close(self, stage: _Stage, fenced: bool = False) -> None:
-        if self._open.pop((stage.peer.key, stage.stage_id), None) is None:
-            return
+    def _close(self, stage: _Stage) -> None:
+        if stage in self._lost:
+            self._lost.remove(stage)
+        else:
+            del self._open[stage.peer.key, stage.stage_id]
         for handle in stage.handles.values():
             self._fabric.release(handle)
-        if fenced:
-            self._slots.fence(stage.slots, self._clock() + self._fence_s)
-        else:
-            self._slots.give(stage.slots)
+        self._slots.give(stage.slots)

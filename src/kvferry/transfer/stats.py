@@ -133,16 +133,20 @@ class Recorder:
     def doomed(self, request: str, code: str) -> None:
         """A transfer to this rank has failed; that its blocks are free comes later, as `ended`."""
         self._doomed.add(request)
-        self._count("decode", code)
+        self.count("decode", code)
 
     def ended(self, result: cmd.Sent | cmd.Received, *, counts: bool = True) -> None:
         """`counts` False: a request ended that was not the transfer's."""
         if isinstance(result, cmd.Received) and result.request in self._doomed:
             self._doomed.discard(result.request)
         elif counts:
-            self._count("prefill" if isinstance(result, cmd.Sent) else "decode", result.code or "ok")
+            self.count("prefill" if isinstance(result, cmd.Sent) else "decode", result.code or "ok")
 
-    def _count(self, side: Side, outcome: str) -> None:
+    def doomed_requests(self) -> frozenset[str]:
+        """Whose failure was told, and whose end is to come."""
+        return frozenset(self._doomed)
+
+    def count(self, side: Side, outcome: str) -> None:
         with self._lock:
             self._open.count(side, outcome)
             self._news = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 from engine_loops import LoopUnderTest, config, prompts
 
-from kvferry.errors import ConfigError
+from kvferry.engine.pool import BlockPool
+from kvferry.errors import ConfigError, InvariantBroken
 
 
 @pytest.mark.parametrize(
@@ -165,3 +167,19 @@ def test_a_fault_that_is_none_is_refused() -> None:
         ):
             with pytest.raises(ConfigError, match=said):
                 engine.loop.inject(wrong)
+
+
+def test_a_block_that_is_lost_ends_an_engine_that_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    [prompt] = prompts(1, seed=3, lengths=(90,))
+    with LoopUnderTest(config(debug_invariants=True)) as engine:
+        engine.ask("well", prompt, 3)
+        engine.wait()
+        assert engine.loop.death is None
+        give_back = BlockPool.give_back
+        monkeypatch.setattr(BlockPool, "give_back", lambda pool, blocks: give_back(pool, blocks[1:]))
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the engine thread raises it
+        engine.ask("leaks", prompt, 3)
+        engine.wait()
+        engine.loop._thread.join(5)
+        assert isinstance(engine.loop.death, InvariantBroken)
+        assert "has 0 requests and 1 holders" in str(engine.loop.death)

@@ -155,8 +155,8 @@ def test_message_out_of_order_ends_the_peer_not_the_engine(house):
     house.run()
     (key,) = d.core._peers.by_key
     (reg_id,) = d.core._landings._by_reg
-    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id, sealed=True)))
-    p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(wire.Begin(reg_id=reg_id, sealed=True)))
+    for message in (wire.Begin(reg_id=reg_id, sealed=True), wire.Grant(reg_id=reg_id, block_ids=(1, 2, 3))):
+        p.core._channel.send(next(iter(p.core._peers.by_key)), codec.encode(message))
     house.run(1)
     house.wait(2.0)
     assert [r.ok for r in d.results] == [False] and d.core._peers.by_key[key].stage is Stage.UP

@@ -1,0 +1,108 @@
+"""Real engines killed with WRITEs in flight, and started again: the other one fails that request alone, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from vllm_tier import Legs, at_baseline, deployed, key_of, landing_params, side_channel, source_params
+
+from kvferry.ids import TransferId, new_transfer_id
+from kvferry.launch.deployment import Deployment, RunningEngine
+from kvferry.story import read_story
+from kvferry.transfer import inquiry
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+LEASE_S = 5.0
+PROMPT = list(range(1000, 1600))
+# Over shared memory a WRITE needs nothing of its target; over TCP it stays in flight while that is stopped.
+SPEC = {
+    "mode": "push",
+    "env": {"UCX_TLS": "tcp,self"},
+    "extra_config": {"lease_s": LEASE_S, "debug_invariants": True},
+    "vllm_args": ("--block-size", "32", "--no-enable-prefix-caching"),
+}
+
+
+@contextmanager
+def stopped(engine: RunningEngine) -> Iterator[None]:
+    processes = [psutil.Process(pid) for pid in engine.pids()]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.is_running():
+                process.resume()
+
+
+async def in_flight(legs: Legs, deployment: Deployment, transfer_id: TransferId) -> None:
+    """The decode engine, which is stopped, has registered; prefill has posted."""
+    async with asyncio.timeout(60):
+        while not any(
+            line["event"] == "posted" for line in read_story(Path(deployment.spec.state_dir) / "story", transfer_id)
+        ):
+            await asyncio.sleep(0.05)
+
+
+async def registered(legs: Legs, transfer_id: TransferId) -> None:
+    async with asyncio.timeout(30):
+        while (await inquiry.why(*side_channel(legs.prefill), transfer_id, key=key_of(legs.prefill))).state != "open":
+            await asyncio.sleep(0.02)
+
+
+async def kill_with_writes_in_flight(deployment: Deployment, who: str) -> None:
+    transfer_id = new_transfer_id()
+    async with aiohttp.ClientSession() as session:
+        legs = Legs(session, deployment)
+        params = landing_params(transfer_id, "push", legs.prefill)
+        landing = asyncio.create_task(legs.ask(legs.decode, PROMPT, 4, params))
+        await registered(legs, transfer_id)
+        with stopped(legs.decode):
+            source = asyncio.create_task(legs.ask(legs.prefill, PROMPT, 1, source_params(transfer_id, "push")))
+            await in_flight(legs, deployment, transfer_id)
+            killed = time.monotonic()
+            deployment.kill(who)
+        if who == "prefill-0":
+            reply = await asyncio.wait_for(landing, 10)
+            assert reply.status == 500 and time.monotonic() - killed < 5.0
+            verdict = await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))
+            assert (verdict.state, verdict.code) == ("failed", "peer_gone")
+            await at_baseline(legs, legs.decode, 5.0)
+        else:
+            with pytest.raises(aiohttp.ClientError):
+                await asyncio.wait_for(landing, 10)
+            await at_baseline(legs, legs.prefill, LEASE_S + 5.0)
+            verdict = await inquiry.why(*side_channel(legs.prefill), transfer_id, key=key_of(legs.prefill))
+            assert (verdict.state, verdict.code) in {("failed", "peer_gone"), ("failed", "write_failed")}
+        await asyncio.gather(source, return_exceptions=True)
+
+
+async def works(deployment: Deployment) -> None:
+    async with aiohttp.ClientSession() as session:
+        legs = Legs(session, deployment)
+        solo = await legs.ask(legs.prefill, PROMPT, 4)
+        _, first, second = await legs.transfer("push", PROMPT, 4)
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert second.token_ids == solo.token_ids
+        await at_baseline(legs, legs.prefill, 5.0)
+        await at_baseline(legs, legs.decode, 5.0)
+
+
+def test_each_engine_killed_with_writes_in_flight_and_started_again(tmp_path: Path) -> None:
+    """C50, C51: the one that lives is the same process before and after."""
+    with deployed(tmp_path, **SPEC) as deployment:
+        for who, other in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
+            pid = deployment.engine(other).pid
+            asyncio.run(kill_with_writes_in_flight(deployment, who))
+            deployment.restart(who)
+            asyncio.run(works(deployment))
+            assert deployment.engine(other).pid == pid
+        assert not deployment.dead()
