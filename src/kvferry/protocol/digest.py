@@ -1,0 +1,252 @@
+"""What shows that KV changed on its way: sums over its words that don't depend on how either side lays it out. Pure.
+
+A word has a place in the model: plane, head, token, offset within the token. Each place has odd 64-bit coefficients:
+the product of one for (plane, head), one for the token and one for each 32-bit half of the word. A digest is the sum of
+all halves times their coefficients, modulo 2**64. So digests of parts add up, in any order, whatever the block sizes,
+the ranks and the strides are; and
+
+- a change within one half of one word always shows: an odd number times less than 2**32 is no multiple of 2**64;
+- any other change (swapped, stale, zeroed, repeated KV) goes unseen with a chance of about 2**-32. Halves, since the
+  highest bits of whole words would cancel too easily modulo 2**64.
+
+It finds faults, not forgers: the coefficients are known. Where tokens are packed inside a block (`divisible` False),
+the bytes that lie where a token would be count as that token, and the last block counts whole, as it moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.ids import TransferId
+from kvferry.protocol.messages import Layout
+from kvferry.protocol.stream import Span
+
+U64 = NDArray[np.uint64]
+Depth = Literal["off", "sample", "full"]
+"""How much of the KV is looked at, ascending."""
+
+SAMPLES = 4
+"""Tokens per plane that `sample` looks at: one of the first block, one of the last, the others anywhere."""
+
+MOST_SLICES = 1 << 14
+"""Above so many, `full` joins neighbouring blocks into one slice: the digests travel with the closing message."""
+
+_DEPTHS: tuple[Depth, ...] = ("off", "sample", "full")
+_GOLDEN = 0x9E3779B97F4A7C15
+
+Read = Callable[[U64, int, U64], U64]
+"""(addresses (R, N), bytes per token, weights (N, T)) -> (R, N): what `row_sums` gives for the T tokens at each."""
+
+
+def weaker(one: Depth, other: Depth) -> Depth:
+    return min(one, other, key=_DEPTHS.index)
+
+
+def mixed(x: U64) -> U64:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection in which every bit depends on every other."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _odd(kind: int, which: Any) -> U64:
+    """Coefficients of one kind, for an array of numbers below 2**60."""
+    return mixed(np.asarray(which, dtype=np.uint64) + np.uint64(kind << 60)) | np.uint64(1)
+
+
+def word_type(token_bytes: int) -> np.dtype[Any]:
+    """The widest word that fills a token of one head a whole number of times."""
+    return np.dtype(next(f"<u{size}" for size in (8, 4, 2, 1) if token_bytes % size == 0))
+
+
+@functools.lru_cache(maxsize=64)
+def within_token(token_bytes: int) -> tuple[U64, U64]:
+    """(words,) by which words are multiplied, and then their upper halves once more (no use for words of one half)."""
+    at = np.arange(token_bytes // word_type(token_bytes).itemsize)
+    return _odd(1, at), _odd(2, at)
+
+
+def of_tokens(tokens: NDArray[np.int64]) -> U64:
+    return _odd(3, tokens)
+
+
+def of_heads(planes: NDArray[np.int64], heads: NDArray[np.int64]) -> U64:
+    """`heads`: of the model. Broadcasts."""
+    return _odd(4, (planes.astype(np.uint64) << np.uint64(32)) + heads.astype(np.uint64))
+
+
+def row_sums(words: NDArray[Any], token_bytes: int, weights: U64) -> U64:
+    """(N,) of N rows of T tokens each. `words`: (N, T * words per token), may be overwritten; `weights`: (N, T)."""
+    low, high = within_token(token_bytes)
+    halves = words.dtype.itemsize == 8
+    cells = words.astype(np.uint64, copy=False).reshape(-1, len(low))
+    found = np.einsum("ij,j->i", cells, low)
+    if halves:
+        np.right_shift(cells, np.uint64(32), out=cells)
+        found += np.einsum("ij,j->i", cells, high)
+    by_row: U64 = (found.reshape(weights.shape) * weights).sum(axis=1, dtype=np.uint64)
+    return by_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What one registration's digests cover: tokens [start_token, end_token) of `heads` heads, the model's from
+    `first_head` on, of planes [0, planes). `unit`: the larger block size. `packed`: a side packs tokens."""
+
+    start_token: int
+    end_token: int
+    planes: int
+    first_head: int
+    heads: int
+    unit: int
+    packed: bool
+
+
+class Store:
+    """The KV memory of one rank, as digests see it. `read`: its words."""
+
+    def __init__(self, layout: Layout, read: Read) -> None:
+        self.block_size, self.read = layout.block_size, read
+        self.widths = np.array([plane.token_bytes for plane in layout.planes], dtype=np.int64)
+        table = [(plane.base, plane.block_stride, plane.head_stride) for plane in layout.planes]
+        self._base, self._block_stride, self._head_stride = np.array(table, dtype=np.uint64).T
+
+    def places(self, planes: NDArray[np.int64], heads: NDArray[np.int64], block_ids: U64) -> U64:
+        """Where the heads of these blocks begin; heads as stored here. Broadcasts."""
+        head = self._head_stride[planes] * heads.astype(np.uint64)
+        at: U64 = self._base[planes] + self._block_stride[planes] * block_ids + head
+        return at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one side has of a scope. `head`: the first of the scope's heads among those stored here. `block_ids[0]` is
+    logical block `first_block`."""
+
+    store: Store
+    head: int
+    block_ids: Sequence[int]
+    first_block: int
+
+    def ids(self, logical: NDArray[np.int64]) -> U64:
+        at = (logical - self.first_block).tolist()
+        return np.array(itemgetter(*at)(self.block_ids), dtype=np.uint64).reshape(logical.shape)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first slice that differs, and how many of how many do."""
+
+    plane: int
+    start_token: int
+    end_token: int
+    computed: int
+    landed: int
+    count: int
+    of: int
+
+
+class Digest:
+    """The digests of one registration, filled in by `add`. `values`: (planes, slices per plane)."""
+
+    def __init__(self, scope: Scope, depth: Depth, transfer_id: TransferId) -> None:
+        self.scope, self.depth = scope, depth
+        first, self._unit = scope.start_token // scope.unit, scope.unit
+        if depth == "full":
+            last = (scope.end_token - 1) // scope.unit
+            joined = 1
+            while scope.planes * (last // joined - first // joined + 1) > MOST_SLICES and joined <= last:
+                joined *= 2
+            self._unit = scope.unit * joined
+            per_plane = (scope.end_token - 1) // self._unit - scope.start_token // self._unit + 1
+        else:
+            self._tokens, self._heads = _sampled(scope, transfer_id)
+            per_plane = SAMPLES
+        self.values: U64 = np.zeros((scope.planes, per_plane), dtype=np.uint64)
+
+    def add(self, held: Held, span: Span) -> int:
+        """What this side holds of `span`, each part of the scope once. How many bytes were looked at. Spans end at
+        multiples of `unit`, or with the scope."""
+        end_plane = self.scope.planes if span.end_plane is None else span.end_plane
+        planes = np.arange(span.first_plane, end_plane)
+        read = 0
+        # Planes of one width are read together: there is one width in nearly every model.
+        widths = held.store.widths[planes]
+        for width in np.unique(widths):
+            chosen = planes[widths == width]
+            look = self._add_blocks if self.depth == "full" else self._add_samples
+            read += look(held, chosen, int(width), span.start_token, span.end_token)
+        return read
+
+    def _add_blocks(self, held: Held, planes: NDArray[np.int64], width: int, start: int, end: int) -> int:
+        scope, size = self.scope, held.store.block_size
+        logical = np.arange(start // size, -(-end // size))
+        tokens = logical[:, None] * size + np.arange(size)
+        last = tokens[-1, -1] + 1 if scope.packed else end
+        weights = np.where((tokens >= start) & (tokens < last), of_tokens(tokens), np.uint64(0))
+        heads = np.arange(scope.heads)
+        at = held.store.places(planes[:, None, None], heads[:, None] + held.head, held.ids(logical))
+        sums = held.store.read(at.reshape(-1, len(logical)), width, weights).reshape(at.shape)
+        by_block = (sums * of_heads(planes[:, None], heads + scope.first_head)[:, :, None]).sum(axis=1, dtype=np.uint64)
+        group = logical * size // self._unit
+        first = np.flatnonzero(np.diff(group, prepend=-1))
+        columns = group[first] - scope.start_token // self._unit
+        self.values[planes[:, None], columns] += np.add.reduceat(by_block, first, axis=1)
+        return at.size * size * width
+
+    def _add_samples(self, held: Held, planes: NDArray[np.int64], width: int, start: int, end: int) -> int:
+        size = held.store.block_size
+        here, slot = np.nonzero((self._tokens[planes] >= start) & (self._tokens[planes] < end))
+        if not len(here):
+            return 0
+        plane = planes[here]
+        token, head = self._tokens[plane, slot], self._heads[plane, slot]
+        at = held.store.places(plane, head + held.head, held.ids(token // size))
+        at += (token % size * width).astype(np.uint64)
+        sums = held.store.read(at[None, :], width, of_tokens(token)[:, None])[0]
+        self.values[plane, slot] += sums * of_heads(plane, head + self.scope.first_head)
+        return len(here) * width
+
+    def to_bytes(self) -> bytes:
+        return self.values.astype("<u8").tobytes()
+
+    def compare(self, computed: bytes) -> Difference | None:
+        """With what the other side made of the same scope at the same depth. Raises `ValueError` if it is not that."""
+        if len(computed) != 8 * self.values.size:
+            raise ValueError(f"{len(computed)} bytes of digests, {8 * self.values.size} expected")
+        theirs = np.frombuffer(computed, dtype="<u8").reshape(self.values.shape)
+        bad = np.argwhere(theirs != self.values)
+        if not len(bad):
+            return None
+        plane, slot = (int(index) for index in bad[0])
+        start, end = self._tokens_of(plane, slot)
+        pair = int(theirs[plane, slot]), int(self.values[plane, slot])
+        return Difference(plane, start, end, *pair, len(bad), self.values.size)
+
+    def _tokens_of(self, plane: int, slot: int) -> tuple[int, int]:
+        if self.depth != "full":
+            token = int(self._tokens[plane, slot])
+            return token, token + 1
+        start = (self.scope.start_token // self._unit + slot) * self._unit
+        return max(start, self.scope.start_token), min(start + self._unit, self.scope.end_token)
+
+
+def _sampled(scope: Scope, transfer_id: TransferId) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(planes, SAMPLES) tokens, and heads counted from the scope's first: both sides draw the same."""
+    seed = int.from_bytes(hashlib.blake2b(transfer_id.encode(), digest_size=8).digest())
+    steps = np.arange(scope.planes * SAMPLES * 2, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
+    drawn = mixed(steps).reshape(2, scope.planes, SAMPLES)
+    start, end, unit = scope.start_token, scope.end_token, scope.unit
+    ranges = [(start, min(end, (start // unit + 1) * unit)), (max(start, (end - 1) // unit * unit), end)]
+    ranges += [(start, end)] * (SAMPLES - len(ranges))
+    firsts, ends = np.array(ranges, dtype=np.uint64).T
+    tokens = (firsts + drawn[0] % (ends - firsts)).astype(np.int64)
+    return tokens, (drawn[1] % np.uint64(scope.heads)).astype(np.int64)
