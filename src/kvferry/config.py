@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from kvferry.errors import ConfigError, unknown_name
-from kvferry.protocol.messages import Mode
+from kvferry.protocol.messages import Mode, Verify
 
 DEFAULT_SIDE_CHANNEL_PORT = 5600  # vLLM's own NIXL default
 
@@ -67,6 +67,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Longest sleep of a decode engine's step that has no model work while a request waits for its KV; the KV's landing
     cuts it short. A request that comes meanwhile registers this much later at most, behind the prefill that is being
     waited for. At most 5 on a prefill engine. vLLM alone would step a thousand times a second."""
+
+    verify_kv: Verify = "sample"
+    """What is compared between what prefill computed and what landed, before the first token: 'full' = every byte,
+    'sample' = some tokens of every layer, those of the first and the last block among them. The weaker setting of the
+    two sides holds. Default: what costs at most 2% of a prefill everywhere; 'full' reads 3 to 4 GB/s on a CPU core."""
 
     backends: tuple[str, ...] = ("UCX",)
     """NIXL backends."""

@@ -18,7 +18,6 @@ from kvferry.ids import TransferId
 from kvferry.protocol.digest import (
     MOST_SLICES,
     SAMPLES,
-    Depth,
     Digest,
     Held,
     Scope,
@@ -29,7 +28,7 @@ from kvferry.protocol.digest import (
     word_type,
 )
 from kvferry.protocol.layout import fan_in, heads_of
-from kvferry.protocol.messages import Layout, Plane
+from kvferry.protocol.messages import Layout, Plane, Verify
 from kvferry.protocol.stream import Span
 from kvferry.transfer.words import DeviceWords, HostWords, extent
 
@@ -94,7 +93,7 @@ class Case:
     start: int
     end: int
     cuts: tuple[int, ...]
-    depth: Depth
+    depth: Verify
 
 
 @st.composite
@@ -197,7 +196,7 @@ SCOPE = Scope(start_token=4, end_token=23, planes=3, first_head=2, heads=2, unit
 WIDTHS = (16, 8, 6)
 
 
-def digest_of(one: Side, depth: Depth = "full", scope: Scope = SCOPE) -> Digest:
+def digest_of(one: Side, depth: Verify = "full", scope: Scope = SCOPE) -> Digest:
     made = Digest(scope, depth, TID)
     made.add(one.held(1, scope.start_token), Span(scope.start_token, scope.end_token))
     return made
@@ -255,7 +254,7 @@ def test_what_is_in_the_wrong_place_or_stale_is_found(what: str) -> None:
 
 
 @pytest.mark.parametrize("depth", ["sample", "full"])
-def test_packed_blocks_count_whole(depth: Depth) -> None:
+def test_packed_blocks_count_whole(depth: Verify) -> None:
     """The last one too: where its tokens lie is not known."""
     draw = np.random.default_rng(3)
     scope = Scope(start_token=4, end_token=10, planes=1, first_head=0, heads=1, unit=4, packed=True)

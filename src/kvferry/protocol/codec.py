@@ -7,7 +7,7 @@ import msgspec
 from kvferry.protocol.messages import AnyMessage, Message
 
 MAGIC = b"KF"
-VERSION = 2
+VERSION = 3
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -20,34 +20,30 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.ids import TransferId
-from kvferry.protocol.messages import Layout
+from kvferry.protocol.messages import Layout, Verify
 from kvferry.protocol.stream import Span
 
 U64 = NDArray[np.uint64]
-Depth = Literal["off", "sample", "full"]
-"""How much of the KV is looked at, ascending."""
-
 SAMPLES = 4
 """Tokens per plane that `sample` looks at: one of the first block, one of the last, the others anywhere."""
 
 MOST_SLICES = 1 << 14
 """Above so many, `full` joins neighbouring blocks into one slice: the digests travel with the closing message."""
 
-_DEPTHS: tuple[Depth, ...] = ("off", "sample", "full")
 _GOLDEN = 0x9E3779B97F4A7C15
 
 Read = Callable[[U64, int, U64], U64]
 """(addresses (R, N), bytes per token, weights (N, T)) -> (R, N): what `row_sums` gives for the T tokens at each."""
 
 
-def weaker(one: Depth, other: Depth) -> Depth:
-    return min(one, other, key=_DEPTHS.index)
+def weaker(one: Verify, other: Verify) -> Verify:
+    return min(one, other, key=get_args(Verify).index)
 
 
 def mixed(x: U64) -> U64:
@@ -157,7 +153,7 @@ class Difference:
 class Digest:
     """The digests of one registration, filled in by `add`. `values`: (planes, slices per plane)."""
 
-    def __init__(self, scope: Scope, depth: Depth, transfer_id: TransferId) -> None:
+    def __init__(self, scope: Scope, depth: Verify, transfer_id: TransferId) -> None:
         self.scope, self.depth = scope, depth
         first, self._unit = scope.start_token // scope.unit, scope.unit
         if depth == "full":

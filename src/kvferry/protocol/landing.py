@@ -13,7 +13,7 @@ from enum import Enum, auto
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.instructions import Note, PeerKey, Send
 from kvferry.protocol.lease import Deadlines
-from kvferry.protocol.messages import Cancel, Fetched, Mode, Register
+from kvferry.protocol.messages import Cancel, Fetched, Mode, Register, Verify
 from kvferry.protocol.table import Table, transition
 
 RequestKey = str
@@ -168,6 +168,8 @@ class Destination:
     end_token: int
     block_ids: tuple[int, ...]
     peers: tuple[tuple[PeerKey, int], ...]  # (P rank's key, registrations that this P rank will see in all)
+    prompt: str = ""  # see `Register`
+    verify: Verify = "off"
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class Landings:
                 end_token=destination.end_token,
                 block_ids=destination.block_ids,
                 legs=legs,
+                prompt=destination.prompt,
+                verify=destination.verify,
             )
             landing.legs[reg_id] = _Leg(peer, register)
             self._by_reg[reg_id] = key

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvferry.errors import PromptMismatch
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.instructions import Note, PeerKey, Release, Rewound, Send, StartWrite, Tell
 from kvferry.protocol.lease import Deadlines
@@ -32,6 +33,7 @@ from kvferry.protocol.legs import (
     WriteFailed,
 )
 from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Mode, Reached, Register, Seal
+from kvferry.protocol.prompt import PromptMark, mismatch
 from kvferry.protocol.stream import Growth, Pace, Progress, Span
 from kvferry.protocol.table import transition
 
@@ -71,6 +73,7 @@ class _Source:
     fan_out: int = 1
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0  # of the prompt
+    prompt: PromptMark | None = None
     growth: Growth = field(default_factory=Growth)
     attempt: int = 0
     rewinding: bool = False  # `Rewound` is owed
@@ -132,7 +135,13 @@ class Rendezvous:
     # -- the engine's side ------------------------------------------------------------------------------------------
 
     def expect(
-        self, transfer_id: TransferId, mode: Mode, fan_out: int, now: float, num_tokens: int = 0
+        self,
+        transfer_id: TransferId,
+        mode: Mode,
+        fan_out: int,
+        now: float,
+        num_tokens: int = 0,
+        prompt: PromptMark | None = None,
     ) -> list[Instruction]:
         """The engine has taken in the request, a prompt of `num_tokens`; its KV will come."""
         source = self._sources.get(transfer_id)
@@ -141,12 +150,12 @@ class Rendezvous:
         if source is None:
             source = self._sources[transfer_id] = _Source(transfer_id)
         source.state = Source.COMPUTING
-        source.mode, source.fan_out, source.num_tokens = mode, fan_out, num_tokens
+        source.mode, source.fan_out, source.num_tokens, source.prompt = mode, fan_out, num_tokens, prompt
         source.expected = source.legs_stated * fan_out
         self._deadlines.clear(transfer_id)
         out: list[Instruction] = [Note(transfer_id, "queued")]
         for leg in list(source.legs.values()):
-            out += self._check_mode(source, leg, now)
+            out += self._check(source, leg, now)
         return out + self._tell(source)
 
     def grown(
@@ -251,7 +260,7 @@ class Rendezvous:
         source.expected = source.legs_stated * source.fan_out
         out: list[Instruction] = [Note(transfer_id, "met" if source.state is Source.READY else "held")]
         if source.state is not Source.UNSEEN:
-            out += self._check_mode(source, leg, now)
+            out += self._check(source, leg, now)
         if source.doomed and leg.state is Leg.HELD:
             out += self._apply(source, leg, SourceLost(), now, *source.last_failure)
         elif source.state is Source.READY and leg.state is Leg.HELD:
@@ -357,6 +366,11 @@ class Rendezvous:
     def is_open(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._sources
 
+    def register_of(self, peer: PeerKey, reg_id: RegistrationId) -> Register | None:
+        """Of a leg that has not ended."""
+        transfer_id = self._by_leg.get((peer, reg_id))
+        return None if transfer_id is None else self._sources[transfer_id].legs[peer, reg_id].register
+
     def open_count(self) -> int:
         return len(self._sources)
 
@@ -382,11 +396,12 @@ class Rendezvous:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _check_mode(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
-        if leg.register.mode == source.mode:
-            return []
-        reason = f"mode: prefill side has {source.mode!r}, decode side has {leg.register.mode!r}; set the same on both"
-        return self._apply(source, leg, SourceLost(), now, "mode_mismatch", reason)
+    def _check(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
+        code, reason = PromptMismatch.code, mismatch(source.prompt, leg.register)
+        if leg.register.mode != source.mode:
+            sides = f"prefill side has {source.mode!r}, decode side has {leg.register.mode!r}"
+            code, reason = "mode_mismatch", f"mode: {sides}; set the same on both"
+        return self._apply(source, leg, SourceLost(), now, code, reason) if reason else []
 
     def _start(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
         wanted = leg.register

@@ -22,20 +22,21 @@ from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec, instructions, landing, rendezvous
 from kvferry.protocol import messages as wire
 from kvferry.protocol.layout import fan_in, legs_for
-from kvferry.protocol.plan import PlanError, total_bytes
-from kvferry.protocol.stream import Pace, Span
+from kvferry.protocol.plan import PlanError
+from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.story import Story
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.answers import Answers, Question
-from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Channel, Down, Got, Up
 from kvferry.transfer.fabric import Fabric, Op
 from kvferry.transfer.load import Load
+from kvferry.transfer.pacing import pace
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import Posts
 from kvferry.transfer.prober import Prober
 from kvferry.transfer.stats import Recorder
+from kvferry.transfer.verify import Verifier
 
 log = logging.getLogger("kvferry.transfer")
 
@@ -88,6 +89,7 @@ class TransferCore:
         self._commands: deque[cmd.Command] = deque()
         self.stats = Recorder(identity.rank)
         self._posts = Posts(identity, layout, fabric, story, clock, config.transfer_timeout_s, self.stats)
+        self._verifier = Verifier(identity, layout, config, self._posts.share_with, story, clock, self.stats)
         self._peers = Peers(
             identity,
             config,
@@ -189,7 +191,7 @@ class TransferCore:
             now = self._clock()
             if isinstance(command, cmd.Expect):
                 self._requests.setdefault(command.transfer_id, command.request)
-                expect = (command.transfer_id, command.mode, command.fan_out, now, command.num_tokens)
+                expect = (command.transfer_id, command.mode, command.fan_out, now, command.num_tokens, command.prompt)
                 self._run(self._rendezvous.expect(*expect))
             elif isinstance(command, cmd.Ready | cmd.Grown):
                 self._waiting_moments.append(command)
@@ -239,6 +241,7 @@ class TransferCore:
         if self._requests.get(command.transfer_id) != command.request:
             return self._on_result(cmd.Rewound(command.request, command.transfer_id))
         self._waiting_moments = [one for one in self._waiting_moments if one.transfer_id != command.transfer_id]
+        self._verifier.rewound(command.transfer_id)
         return self._run(self._rendezvous.rewind(command.transfer_id, self._clock()))
 
     def _ready(self, command: cmd.Ready) -> None:
@@ -248,9 +251,7 @@ class TransferCore:
             return self._end(
                 cmd.Sent(command.request, command.transfer_id, False, "duplicate_transfer", reason), remember=False
             )
-        if self.config.audit:
-            digests = block_digests(self._layout, command.block_ids)
-            self._story.note(command.transfer_id, "audit", first_block=0, digests=digests)
+        self._verifier.audit(command.transfer_id, command.block_ids)
         now = self._clock()
         return self._run(self._rendezvous.ready(command.transfer_id, command.block_ids, command.num_tokens, now))
 
@@ -311,6 +312,8 @@ class TransferCore:
             end_token=land.end_token,
             block_ids=land.block_ids,
             peers=tuple(dict(peers).items()),
+            prompt=land.prompt,
+            verify=self.config.verify_kv,
         )
         self._run(self._landings.open(destination, self._peers.up_keys(), self._clock()))
         return None
@@ -339,6 +342,7 @@ class TransferCore:
             return
         now = self._clock()
         lost = self._posts.drop(key)
+        self._verifier.gone(key)
         text = self._peers.cut(peer, reason)
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
@@ -404,7 +408,9 @@ class TransferCore:
             if isinstance(message, wire.Register | wire.Cancel | wire.Fetched | wire.Beat):
                 self._peers.stranger(key)
         elif isinstance(message, wire.Register):
-            self._run(self._rendezvous.register(key, message, now, self._pace(peer)))
+            share, meter = self._posts.share_with("WRITE", peer), self._posts.meter
+            how = pace(self.config, self._layout, peer.layout, share, meter)
+            self._run(self._rendezvous.register(key, message, now, how))
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
@@ -429,28 +435,13 @@ class TransferCore:
         elif isinstance(message, wire.Refuse):
             self._peers.refuse(peer, message.code, message.reason)
 
-    def _pace(self, peer: Peer) -> Pace:
-        unit = max(self._layout.block_size, peer.layout.block_size)
-        share = self._posts.share_with("WRITE", peer)
-        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
-        if not token_bytes:
-            return Pace(unit)
-        meter = self._posts.meter
-        worth = self.config.stream_chunk_bytes or meter.cost.least_bytes(meter.bytes_per_descriptor)
-        least = int(worth / token_bytes)
-        most = max(unit, int(self.config.stream_write_bytes / token_bytes) // unit * unit)
-        return Pace(unit, least, most, token_bytes)
-
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
-        """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
-        register, now = self._landings.register_of(message.reg_id), self._clock()
-        share = self._posts.share_with("READ", peer)
-        if register is not None and register.mode != "pull" and share is not None:
-            wanted = total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
-            if message.nbytes != wanted:
-                reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
-                return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
-        return self._run(self._landings.landed(message.reg_id, now))
+        """All WRITEs have completed, P says. If it is not what we registered for and P computed, it is no success."""
+        register = self._landings.register_of(message.reg_id)
+        code, reason = self._verifier.fault(peer, register, message) if register is not None else ("", "")
+        if code:
+            return self._run(self._landings.failed(message.reg_id, code, reason, self._clock()))
+        return self._run(self._landings.landed(message.reg_id, self._clock()))
 
     def _abandon(self, key: str, question: wire.Abandon) -> None:
         known = self._rendezvous.is_open(question.transfer_id)
@@ -466,7 +457,7 @@ class TransferCore:
     def _run(self, todo: Iterable[rendezvous.Instruction | landing.Instruction]) -> None:
         for instruction in todo:
             if isinstance(instruction, instructions.Send):
-                self._peers.send(instruction.peer, instruction.message)
+                self._send(instruction.peer, instruction.message)
             elif isinstance(instruction, instructions.StartWrite):
                 self._post("WRITE", instruction.peer, instruction.register, instruction.block_ids, instruction.span)
             elif isinstance(instruction, landing.StartRead):
@@ -487,6 +478,13 @@ class TransferCore:
             else:
                 self._landed(instruction)
 
+    def _send(self, key: str, message: wire.Message) -> None:
+        self._peers.send(key, self._verifier.closing(key, message))
+        peer = self._peers.by_key.get(key)
+        register = self._rendezvous.register_of(key, message.reg_id) if isinstance(message, wire.Grant) else None
+        if isinstance(message, wire.Grant) and peer is not None and register is not None:
+            self._verifier.took(peer, register, message.block_ids)
+
     def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> None:
         peer = self._peers.by_key.get(key)
         if peer is None or peer.greeting is None:
@@ -499,6 +497,8 @@ class TransferCore:
             return self._gone(key, f"{op.lower()}_failed", str(error))
         if not posted:
             return self._ended(op, key, register.reg_id)
+        if op == "WRITE":
+            self._verifier.took(peer, register, source_block_ids, span)
         self._last_progress = self._driven_at = self._clock()
         return None
 
@@ -522,11 +522,9 @@ class TransferCore:
 
     def _landed(self, outcome: landing.Outcome) -> None:
         where = outcome.destination
-        if outcome.ok and self.config.audit:
-            first = where.start_token // self._layout.block_size
-            needed = -(-where.end_token // self._layout.block_size) - first
-            digests = block_digests(self._layout, where.block_ids[:needed])
-            self._story.note(where.transfer_id, "audit", first_block=first, digests=digests)
+        if outcome.ok:
+            first, end = where.start_token // self._layout.block_size, -(-where.end_token // self._layout.block_size)
+            self._verifier.audit(where.transfer_id, where.block_ids[: end - first], first)
         result = cmd.Received(where.request, where.transfer_id, outcome.ok, outcome.code, outcome.reason)
         self._end(result, remember=self._tells(where))
 
