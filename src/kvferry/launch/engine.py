@@ -109,8 +109,10 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
             "side_channel_port": engine.side_port,
             "story_dir": str(Path(spec.state_dir) / "story"),
         }
+        policy: dict[str, str] = {}
         if engine.role == "decode":
             ours["peers"] = peers
+            policy["kv_load_failure_policy"] = spec.kv_load_failure_policy
             if not mode.background:
                 ours["background"] = False
         return {
@@ -118,6 +120,7 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
             "kv_connector_module_path": "kvferry.connector",
             "kv_role": role,
             "engine_id": engine.engine_id,
+            **policy,
             "kv_connector_extra_config": {**ours, **extra},
         }
     push = mode.connector == "upstream-push"
