@@ -23,7 +23,7 @@ from kvferry.bench.transfer_shape import PRESETS, Order, pool_blocks, shape_name
 from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Stopped
 from kvferry.launch.commands import say
-from kvferry.protocol.messages import Mode
+from kvferry.protocol.messages import Mode, Verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         metavar="MS",
         help=f"stream: how long prefill takes (default: {PREFILL_OF_PUSH:g} times what push takes)",
+    )
+    add(
+        "--verify",
+        choices=get_args(Verify),
+        default="sample",
+        help="what is compared of the KV on both sides before it counts as landed (default: sample)",
     )
     add("--runs", type=int, default=7, metavar="R", help="of each kind, after one that warms up (default: 7)")
     add("--seed", type=int, default=0)
@@ -110,6 +116,7 @@ def job_of(args: argparse.Namespace) -> Job:
         chunks=args.chunks,
         layer_groups=args.layer_groups,
         prefill_ms=args.prefill_ms,
+        verify=msgspec.convert(args.verify, Verify),
         runs=args.runs,
         seed=args.seed,
     )
