@@ -24,6 +24,7 @@ from kvferry.protocol.digest import (
     Store,
     of_heads,
     of_tokens,
+    sampled,
     within_token,
     word_type,
 )
@@ -267,19 +268,35 @@ def test_packed_blocks_count_whole(depth: Verify) -> None:
     assert found is not None and (found.start_token, found.end_token) == (8, 10)
 
 
-def test_a_sample_looks_at_the_first_and_the_last_block_of_every_plane_and_differs_by_transfer() -> None:
+def test_a_sample_is_spread_over_the_prompt_has_its_ends_and_differs_by_transfer() -> None:
     draw = np.random.default_rng(4)
     scope = Scope(start_token=16, end_token=1000, planes=64, first_head=0, heads=2, unit=16, packed=False)
     one = side(draw, (8,) * 64, 2, 16, 1000)
-    digests = [Digest(scope, "sample", TransferId(name)) for name in ("a", "b")]
-    looked = [digest.add(one.held(0, 16), Span(16, 1000)) for digest in digests]
-    assert looked == [64 * SAMPLES * 8] * 2
-    for digest in digests:
-        assert ((digest._tokens[:, 0] >= 16) & (digest._tokens[:, 0] < 32)).all()
-        assert ((digest._tokens[:, 1] >= 992) & (digest._tokens[:, 1] < 1000)).all()
-        assert ((digest._tokens >= 16) & (digest._tokens < 1000)).all()
-        assert len(np.unique(digest._tokens[:, 2:])) > 100 and set(np.unique(digest._heads)) == {0, 1}
-    assert (digests[0]._tokens != digests[1]._tokens).any()
+    samples = []
+    for name in ("a", "b"):
+        assert Digest(scope, "sample", TransferId(name)).add(one.held(0, 16), Span(16, 1000)) == 64 * SAMPLES * 8
+        sample = sampled(scope, TransferId(name))
+        edge, spread = sample.tokens.reshape(64, SAMPLES).T
+        first, last = (edge >= 16) & (edge < 32), (edge >= 992) & (edge < 1000)
+        assert (first | last).all() and first.sum() == last.sum() == 32
+        assert ((spread >= 16) & (spread < 1000)).all()
+        assert np.diff(np.sort(spread)).max() < 2 * (1000 - 16) / 64 + 1, "a part is left out"
+        assert set(sample.heads.tolist()) == {0, 1}
+        samples.append(sample)
+    assert (samples[0].tokens != samples[1].tokens).any()
+
+
+def test_a_sample_finds_any_block_that_never_came_while_there_are_no_more_blocks_than_planes() -> None:
+    scope = Scope(start_token=0, end_token=8 * 12, planes=12, first_head=0, heads=2, unit=8, packed=False)
+    one = side(np.random.default_rng(8), (16,) * 12, 2, 8, 8 * 12)
+    for number in range(12):
+        name = TransferId(f"t{number}")
+        right, wrong = Digest(scope, "sample", name), Digest(scope, "sample", name)
+        right.add(one.held(0), Span(0, 96))
+        for view in one.views:
+            view[one.ids[number]] ^= 1
+        wrong.add(one.held(0), Span(0, 96))
+        assert wrong.compare(right.to_bytes()) is not None, number
 
 
 def test_digests_of_a_long_prompt_stay_few_and_still_name_the_place() -> None:

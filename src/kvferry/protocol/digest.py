@@ -30,8 +30,9 @@ from kvferry.protocol.messages import Layout, Verify
 from kvferry.protocol.stream import Span
 
 U64 = NDArray[np.uint64]
-SAMPLES = 4
-"""Tokens per plane that `sample` looks at: one of the first block, one of the last, the others anywhere."""
+SAMPLES = 2
+"""Tokens per plane that `sample` looks at: one of the first or the last block, in turn, and one that is anywhere: each
+plane has its own part of the prompt."""
 
 MOST_SLICES = 1 << 14
 """Above so many, `full` joins neighbouring blocks into one slice: the digests travel with the closing message."""
@@ -164,7 +165,7 @@ class Digest:
             self._unit = scope.unit * joined
             per_plane = (scope.end_token - 1) // self._unit - scope.start_token // self._unit + 1
         else:
-            self._tokens, self._heads = _sampled(scope, transfer_id)
+            self._sample = sampled(scope, transfer_id)
             per_plane = SAMPLES
         self.values: U64 = np.zeros((scope.planes, per_plane), dtype=np.uint64)
 
@@ -172,14 +173,15 @@ class Digest:
         """What this side holds of `span`, each part of the scope once. How many bytes were looked at. Spans end at
         multiples of `unit`, or with the scope."""
         end_plane = self.scope.planes if span.end_plane is None else span.end_plane
-        planes = np.arange(span.first_plane, end_plane)
-        read = 0
+        chosen = np.arange(span.first_plane, end_plane)
+        read, widths = 0, held.store.widths
         # Planes of one width are read together: there is one width in nearly every model.
-        widths = held.store.widths[planes]
-        for width in np.unique(widths):
-            chosen = planes[widths == width]
-            look = self._add_blocks if self.depth == "full" else self._add_samples
-            read += look(held, chosen, int(width), span.start_token, span.end_token)
+        for width in set(widths[chosen].tolist()):
+            planes = chosen[widths[chosen] == width]
+            if self.depth == "full":
+                read += self._add_blocks(held, planes, width, span.start_token, span.end_token)
+            else:
+                read += self._add_samples(held, planes, width, span.start_token, span.end_token)
         return read
 
     def _add_blocks(self, held: Held, planes: NDArray[np.int64], width: int, start: int, end: int) -> int:
@@ -199,17 +201,18 @@ class Digest:
         return at.size * size * width
 
     def _add_samples(self, held: Held, planes: NDArray[np.int64], width: int, start: int, end: int) -> int:
-        size = held.store.block_size
-        here, slot = np.nonzero((self._tokens[planes] >= start) & (self._tokens[planes] < end))
-        if not len(here):
+        size, sample = held.store.block_size, self._sample
+        slots = (planes[:, None] * SAMPLES + np.arange(SAMPLES)).ravel()
+        tokens = sample.tokens[slots]
+        if start > self.scope.start_token or end < self.scope.end_token:
+            slots = slots[(tokens >= start) & (tokens < end)]
+            tokens = sample.tokens[slots]
+        if not len(slots):
             return 0
-        plane = planes[here]
-        token, head = self._tokens[plane, slot], self._heads[plane, slot]
-        at = held.store.places(plane, head + held.head, held.ids(token // size))
-        at += (token % size * width).astype(np.uint64)
-        sums = held.store.read(at[None, :], width, of_tokens(token)[:, None])[0]
-        self.values[plane, slot] += sums * of_heads(plane, head + self.scope.first_head)
-        return len(here) * width
+        at = held.store.places(slots // SAMPLES, sample.heads[slots] + held.head, held.ids(tokens // size))
+        at += (tokens % size * width).astype(np.uint64)
+        self.values.reshape(-1)[slots] = held.store.read(at[None, :], width, sample.weights[slots, None])[0]
+        return len(slots) * width
 
     def to_bytes(self) -> bytes:
         return self.values.astype("<u8").tobytes()
@@ -229,20 +232,36 @@ class Digest:
 
     def _tokens_of(self, plane: int, slot: int) -> tuple[int, int]:
         if self.depth != "full":
-            token = int(self._tokens[plane, slot])
+            token = int(self._sample.tokens[plane * SAMPLES + slot])
             return token, token + 1
         start = (self.scope.start_token // self._unit + slot) * self._unit
         return max(start, self.scope.start_token), min(start + self._unit, self.scope.end_token)
 
 
-def _sampled(scope: Scope, transfer_id: TransferId) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(planes, SAMPLES) tokens, and heads counted from the scope's first: both sides draw the same."""
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Where `sample` looks, (planes * SAMPLES,) each: tokens, heads from the scope's first on, their coefficients."""
+
+    tokens: NDArray[np.int64]
+    heads: NDArray[np.int64]
+    weights: U64
+
+
+@functools.lru_cache(maxsize=1024)
+def sampled(scope: Scope, transfer_id: TransferId) -> Sample:
+    """Both sides draw the same. Kept for a while: whoever calls this before the KV comes saves the time afterwards."""
     seed = int.from_bytes(hashlib.blake2b(transfer_id.encode(), digest_size=8).digest())
     steps = np.arange(scope.planes * SAMPLES * 2, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
-    drawn = mixed(steps).reshape(2, scope.planes, SAMPLES)
+    where, anywhere, which, heads = mixed(steps).reshape(SAMPLES * 2, scope.planes)
+    planes = np.arange(scope.planes, dtype=np.uint64)
     start, end, unit = scope.start_token, scope.end_token, scope.unit
-    ranges = [(start, min(end, (start // unit + 1) * unit)), (max(start, (end - 1) // unit * unit), end)]
-    ranges += [(start, end)] * (SAMPLES - len(ranges))
-    firsts, ends = np.array(ranges, dtype=np.uint64).T
-    tokens = (firsts + drawn[0] % (ends - firsts)).astype(np.int64)
-    return tokens, (drawn[1] % np.uint64(scope.heads)).astype(np.int64)
+    edges = [(start, min(end, (start // unit + 1) * unit)), (max(start, (end - 1) // unit * unit), end)]
+    firsts, ends = np.array(edges, dtype=np.uint64)[(planes + np.uint64(seed)) % np.uint64(2)].T
+    at_edge = firsts + where % (ends - firsts)
+    part, length = np.argsort(which).astype(np.uint64), np.uint64(end - start)
+    spread = np.uint64(start) + (part * length + anywhere % length) // np.uint64(scope.planes)
+    tokens = np.stack((at_edge, spread), axis=1).astype(np.int64).ravel()
+    share = np.uint64(scope.heads)
+    of_both = np.stack((heads % share, (heads >> np.uint64(32)) % share), axis=1).astype(np.int64).ravel()
+    every = np.repeat(np.arange(scope.planes), SAMPLES)
+    return Sample(tokens, of_both, of_tokens(tokens) * of_heads(every, of_both + scope.first_head))

@@ -411,6 +411,7 @@ class TransferCore:
             share, meter = self._posts.share_with("WRITE", peer), self._posts.meter
             how = pace(self.config, self._layout, peer.layout, share, meter)
             self._run(self._rendezvous.register(key, message, now, how))
+            self._verifier.foresee("WRITE", peer, message)
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
@@ -481,9 +482,8 @@ class TransferCore:
     def _send(self, key: str, message: wire.Message) -> None:
         self._peers.send(key, self._verifier.closing(key, message))
         peer = self._peers.by_key.get(key)
-        register = self._rendezvous.register_of(key, message.reg_id) if isinstance(message, wire.Grant) else None
-        if isinstance(message, wire.Grant) and peer is not None and register is not None:
-            self._verifier.took(peer, register, message.block_ids)
+        if peer is not None:
+            self._verifier.said(peer, message, self._rendezvous.register_of)
 
     def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> None:
         peer = self._peers.by_key.get(key)

@@ -16,7 +16,7 @@ from kvferry.config import ConnectorConfig
 from kvferry.errors import KvMismatch
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import messages as wire
-from kvferry.protocol.digest import Digest, Held, Scope, Store, weaker
+from kvferry.protocol.digest import Digest, Held, Scope, Store, sampled, weaker
 from kvferry.protocol.layout import HeadShare, heads_of
 from kvferry.protocol.plan import total_bytes
 from kvferry.protocol.stream import Span
@@ -28,6 +28,7 @@ from kvferry.transfer.stats import Recorder
 from kvferry.transfer.words import reader
 
 ShareWith = Callable[[Op, Peer], HeadShare | None]
+RegisterOf = Callable[[str, RegistrationId], wire.Register | None]
 
 
 @dataclass
@@ -60,6 +61,23 @@ class Verifier:
         self._store = Store(layout, reader(layout)) if self._depth != "off" else None
         self._open: dict[tuple[str, RegistrationId], _Account] = {}
 
+    def said(self, peer: Peer, message: wire.Message, register_of: RegisterOf) -> None:
+        """This went to a peer. `register_of`: P's registrations that have not ended."""
+        if isinstance(message, wire.Register):
+            self.foresee("READ", peer, message)
+        elif isinstance(message, wire.Grant):
+            register = register_of(peer.key, message.reg_id)
+            if register is not None:
+                self.took(peer, register, message.block_ids)
+
+    def foresee(self, op: Op, peer: Peer, register: wire.Register) -> None:
+        """A registration was made, and its KV will come: what can be done before it does."""
+        share = self._share_with(op, peer)
+        if share is None or not share.count or not 0 <= register.start_token < register.end_token:
+            return
+        if weaker(self._depth, register.verify) == "sample":
+            sampled(self._scope(op, peer, register, share), register.transfer_id)
+
     # -- the prefill side -------------------------------------------------------------------------------------------
 
     def took(self, peer: Peer, register: wire.Register, block_ids: tuple[int, ...], span: Span | None = None) -> None:
@@ -74,8 +92,7 @@ class Verifier:
         key = (peer.key, register.reg_id)
         account = self._open.get(key)
         if account is None:
-            first = heads_of(self._identity.rank, self._identity.tp_size, self._layout.total_heads)[0]
-            scope = self._scope(peer, register, first + share.src_head_start, share.count)
+            scope = self._scope("WRITE", peer, register, share)
             account = self._open[key] = _Account(Digest(scope, depth, register.transfer_id), register.transfer_id)
         held = Held(store=self._store, head=share.src_head_start, block_ids=block_ids, first_block=0)
         account.nbytes += account.digest.add(held, span or Span(start, end))
@@ -113,9 +130,7 @@ class Verifier:
         if message.verify == "off" or self._store is None:
             return "", ""
         began, me = self._clock(), self._identity
-        first = heads_of(me.rank, me.tp_size, self._layout.total_heads)[0]
-        scope = self._scope(peer, register, first + share.dst_head_start, share.count)
-        digest = Digest(scope, message.verify, register.transfer_id)
+        digest = Digest(self._scope("READ", peer, register, share), message.verify, register.transfer_id)
         first_block = register.start_token // self._layout.block_size
         held = Held(store=self._store, head=share.dst_head_start, block_ids=register.block_ids, first_block=first_block)
         nbytes = digest.add(held, Span(register.start_token, register.end_token))
@@ -139,13 +154,14 @@ class Verifier:
             digests = block_digests(self._layout, block_ids)
             self._story.note(transfer_id, "audit", first_block=first_block, digests=digests)
 
-    def _scope(self, peer: Peer, register: wire.Register, first_head: int, heads: int) -> Scope:
+    def _scope(self, op: Op, peer: Peer, register: wire.Register, share: HeadShare) -> Scope:
+        first = heads_of(self._identity.rank, self._identity.tp_size, self._layout.total_heads)[0]
         return Scope(
             start_token=register.start_token,
             end_token=register.end_token,
             planes=len(self._layout.planes),
-            first_head=first_head,
-            heads=heads,
+            first_head=first + (share.src_head_start if op == "WRITE" else share.dst_head_start),
+            heads=share.count,
             unit=max(self._layout.block_size, peer.layout.block_size),
             packed=not (self._layout.divisible and peer.layout.divisible),
         )
