@@ -113,6 +113,7 @@ class Store:
     def __init__(self, layout: Layout, read: Read) -> None:
         self.block_size, self.read = layout.block_size, read
         self.widths = np.array([plane.token_bytes for plane in layout.planes], dtype=np.int64)
+        self.each_width = sorted(set(self.widths.tolist()))  # there is one in nearly every model
         table = [(plane.base, plane.block_stride, plane.head_stride) for plane in layout.planes]
         self._base, self._block_stride, self._head_stride = np.array(table, dtype=np.uint64).T
 
@@ -173,15 +174,14 @@ class Digest:
         """What this side holds of `span`, each part of the scope once. How many bytes were looked at. Spans end at
         multiples of `unit`, or with the scope."""
         end_plane = self.scope.planes if span.end_plane is None else span.end_plane
-        chosen = np.arange(span.first_plane, end_plane)
-        read, widths = 0, held.store.widths
-        # Planes of one width are read together: there is one width in nearly every model.
-        for width in set(widths[chosen].tolist()):
-            planes = chosen[widths[chosen] == width]
-            if self.depth == "full":
+        if self.depth != "full":
+            return self._add_samples(held, span, end_plane)
+        chosen, store = np.arange(span.first_plane, end_plane), held.store
+        read = 0
+        for width in store.each_width:
+            planes = chosen[store.widths[chosen] == width]
+            if len(planes):
                 read += self._add_blocks(held, planes, width, span.start_token, span.end_token)
-            else:
-                read += self._add_samples(held, planes, width, span.start_token, span.end_token)
         return read
 
     def _add_blocks(self, held: Held, planes: NDArray[np.int64], width: int, start: int, end: int) -> int:
@@ -200,19 +200,26 @@ class Digest:
         self.values[planes[:, None], columns] += np.add.reduceat(by_block, first, axis=1)
         return at.size * size * width
 
-    def _add_samples(self, held: Held, planes: NDArray[np.int64], width: int, start: int, end: int) -> int:
-        size, sample = held.store.block_size, self._sample
-        slots = (planes[:, None] * SAMPLES + np.arange(SAMPLES)).ravel()
-        tokens = sample.tokens[slots]
-        if start > self.scope.start_token or end < self.scope.end_token:
-            slots = slots[(tokens >= start) & (tokens < end)]
-            tokens = sample.tokens[slots]
-        if not len(slots):
+    def _add_samples(self, held: Held, span: Span, end_plane: int) -> int:
+        store, all_of = held.store, self._sample
+        slots: slice | NDArray[np.int64] = slice(None)
+        planes, tokens, heads, weights = all_of.planes, all_of.tokens, all_of.heads, all_of.weights
+        whole = span.start_token <= self.scope.start_token and span.end_token >= self.scope.end_token
+        if not whole or span.first_plane or end_plane < self.scope.planes:
+            inside = (tokens >= span.start_token) & (tokens < span.end_token)
+            slots = np.flatnonzero(inside & (planes >= span.first_plane) & (planes < end_plane))
+            planes, tokens, heads, weights = planes[slots], tokens[slots], heads[slots], weights[slots]
+        if not len(tokens):
             return 0
-        at = held.store.places(slots // SAMPLES, sample.heads[slots] + held.head, held.ids(tokens // size))
-        at += (tokens % size * width).astype(np.uint64)
-        self.values.reshape(-1)[slots] = held.store.read(at[None, :], width, sample.weights[slots, None])[0]
-        return len(slots) * width
+        widths = store.widths[planes]
+        at = store.places(planes, heads + held.head, held.ids(tokens // store.block_size))
+        at += (tokens % store.block_size * widths).astype(np.uint64)
+        sums = np.empty(len(at), dtype=np.uint64)
+        for width in store.each_width:
+            mine: Any = slice(None) if len(store.each_width) == 1 else widths == width
+            sums[mine] = store.read(at[None, mine], width, weights[mine, None])[0]
+        self.values.reshape(-1)[slots] = sums
+        return int(widths.sum())
 
     def to_bytes(self) -> bytes:
         return self.values.astype("<u8").tobytes()
@@ -240,8 +247,9 @@ class Digest:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Where `sample` looks, (planes * SAMPLES,) each: tokens, heads from the scope's first on, their coefficients."""
+    """Where `sample` looks, (planes * SAMPLES,) each: planes, tokens, heads from the scope's first on, coefficients."""
 
+    planes: NDArray[np.int64]
     tokens: NDArray[np.int64]
     heads: NDArray[np.int64]
     weights: U64
@@ -264,4 +272,4 @@ def sampled(scope: Scope, transfer_id: TransferId) -> Sample:
     share = np.uint64(scope.heads)
     of_both = np.stack((heads % share, (heads >> np.uint64(32)) % share), axis=1).astype(np.int64).ravel()
     every = np.repeat(np.arange(scope.planes), SAMPLES)
-    return Sample(tokens, of_both, of_tokens(tokens) * of_heads(every, of_both + scope.first_head))
+    return Sample(every, tokens, of_both, of_tokens(tokens) * of_heads(every, of_both + scope.first_head))
