@@ -119,7 +119,7 @@ def test_c56_no_message_carries_a_point_in_time():
 
 
 def test_unknown_version_names_both():
-    with pytest.raises(codec.WireError, match="wire version 9, expected 3"):
+    with pytest.raises(codec.WireError, match=f"wire version 9, expected {codec.VERSION}"):
         codec.decode(head(9) + codec.encode(wire.Beat())[3:])
 
 

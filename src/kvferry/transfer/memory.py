@@ -35,7 +35,7 @@ class Copy:
         for _ in range(len(self.rows) if limit is None else min(limit, len(self.rows))):
             source, destination, nbytes = self.rows.popleft()
             ctypes.memmove(destination, source, nbytes)
-            self.owner.world.on_move(destination, nbytes)
+            self.owner._world.on_move(destination, nbytes)
 
 
 class MemoryWorld:
@@ -73,7 +73,7 @@ class MemoryFabric:
         self.regions: list[tuple[int, int]] = []
         self.peers: set[PeerName] = set()
         self.handles: dict[int, Copy] = {}
-        self.world = world
+        self._world = world
         self._serial = itertools.count(1)
         self._closed = False
 
@@ -87,32 +87,32 @@ class MemoryFabric:
 
     def add_peer(self, metadata: bytes) -> PeerName:
         name = metadata.removeprefix(b"memory:").decode(errors="replace")
-        if name not in self.world.fabrics:
+        if name not in self._world.fabrics:
             raise FabricError(f"memory fabric: no agent {name!r}")
         self.peers.add(name)
         return name
 
     def remove_peer(self, peer: PeerName) -> None:
         self.peers.discard(peer)
-        for copy in self.world.copies:
+        for copy in self._world.copies:
             if copy.owner is self and copy.target.name == peer:
                 copy.error = "the peer was removed"
 
     def post(
         self, op: Op, peer: PeerName, local: Addresses, remote: Addresses, nbytes: Addresses, remote_device: str
     ) -> Handle:
-        target = self.world.fabrics.get(peer)
+        target = self._world.fabrics.get(peer)
         if peer not in self.peers or target is None:
             raise FabricError(f"{op} to {peer} could not be posted: not a peer")
-        self.world.on_post(op, self.name, peer)
+        self._world.on_post(op, self.name, peer)
         rows = deque[tuple[int, int, int]]()
         for mine, theirs, size in zip(local.tolist(), remote.tolist(), nbytes.tolist(), strict=True):
             if not self._covers(mine, size) or not target._covers(theirs, size):
                 raise FabricError(f"{op} to {peer} could not be posted: memory is not registered")
             rows.append((mine, theirs, size) if op == "WRITE" else (theirs, mine, size))
         handle = next(self._serial)
-        copy = self.handles[handle] = Copy(op, self, target, rows, held=self.world.hold)
-        self.world.copies.append(copy)
+        copy = self.handles[handle] = Copy(op, self, target, rows, held=self._world.hold)
+        self._world.copies.append(copy)
         if not target.needs_driving and not copy.held:
             copy.move()
         return handle
@@ -129,10 +129,10 @@ class MemoryFabric:
         copy = self.handles.pop(handle, None)  # type: ignore[call-overload]
         if copy is not None:
             copy.released = True
-            self.world.copies.remove(copy)
+            self._world.copies.remove(copy)
 
     def progress(self) -> None:
-        for copy in self.world.copies:
+        for copy in self._world.copies:
             if copy.target is self and not (copy.held or copy.error or self.frozen or copy.owner.frozen):
                 copy.move()
 
@@ -140,9 +140,9 @@ class MemoryFabric:
         if self._closed:
             return
         self._closed = True
-        self.world.fabrics.pop(self.name, None)
+        self._world.fabrics.pop(self.name, None)
         self.regions.clear()
-        for copy in self.world.copies:
+        for copy in self._world.copies:
             if self in (copy.owner, copy.target) and copy.rows:
                 copy.error = "the other side closed"
 
