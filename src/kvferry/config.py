@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from kvferry.errors import ConfigError, unknown_name
-from kvferry.protocol.messages import Mode
+from kvferry.protocol.messages import Mode, Verify
 
 DEFAULT_SIDE_CHANNEL_PORT = 5600  # vLLM's own NIXL default
 
@@ -81,6 +81,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Longest sleep of a decode engine's step that has no model work while a request waits for its KV; the KV's landing
     cuts it short. A request that comes meanwhile registers this much later at most, behind the prefill that is being
     waited for. At most 5 on a prefill engine. vLLM alone would step a thousand times a second."""
+
+    verify_kv: Verify = "sample"
+    """What is compared between what prefill computed and what landed, before the first token: 'full' = every byte,
+    'sample' = two tokens of every layer, spread over the prompt. The weaker setting of the two sides holds. Default:
+    'sample' takes some tenths of a millisecond, 'full' reads 3 to 4 GB/s on a CPU core."""
 
     backends: tuple[str, ...] = ("UCX",)
     """NIXL backends."""

@@ -7,6 +7,8 @@ KVFerryError
 |  |- KeyRefused         503 remote  its side channel has another key than this side, or just one of the two has one
 |- TransferError         502 remote  one transfer ended without its KV
 |  |- TransferRefused    502 remote  the other side will not serve this transfer (unknown, ended, mode)
+|  |- PromptMismatch     502 remote  prefill has another prompt under this transfer id
+|  |- KvMismatch         502 remote  what landed is not what prefill computed; names the place
 |  |- TransferTimeout    504 remote  a stated time passed
 |- FabricError           502 local   a registration, post or read failed in the fabric
 |- PlanError             502 local   block ids or token ranges that can't be turned into copies (protocol/plan.py)
@@ -69,6 +71,14 @@ class TransferError(KVFerryError):
 
 class TransferRefused(TransferError):
     code = "transfer_refused"
+
+
+class PromptMismatch(TransferError):
+    code = "prompt_mismatch"
+
+
+class KvMismatch(TransferError):
+    code = "kv_mismatch"
 
 
 class TransferTimeout(TransferError):

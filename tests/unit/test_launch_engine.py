@@ -105,6 +105,9 @@ def test_kvferry_config_per_role(tmp_path: Path) -> None:
     assert extra["peers"] == PEERS
     assert extra["lease_s"] == 4 and extra["audit"] is True
     assert "background" not in extra
+    assert decode["kv_load_failure_policy"] == "fail"
+    again = DeploymentSpec(mode="push", state_dir=tmp_path, kv_load_failure_policy="recompute")
+    assert _config(again, DECODE)["kv_load_failure_policy"] == "recompute"
 
 
 def test_inline_pull_posts_in_the_decode_engines_loop_only() -> None:

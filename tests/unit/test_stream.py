@@ -124,3 +124,15 @@ def test_every_token_of_every_plane_is_taken_once_when_it_is_there(
     look(always=True)
     assert progress.complete
     assert taken == {(token, plane) for token in range(start, end) for plane in range(PLANES)}
+
+
+def test_a_packed_block_leaves_when_prefill_writes_to_it_no_more() -> None:
+    """Its tokens can't be told apart, so what both sides compare would change under the WRITE."""
+    progress, growth = Progress(0, 10, Pace(unit=4, packed=True)), Growth()
+    growth.grow(10)  # of 11 tokens: the last one goes into the same block
+    assert progress.take(growth) == Span(0, 8) and progress.take(growth) is None
+    growth.grow_part(11, 1)
+    assert progress.take(growth) == Span(8, 10, 0, 1), "a plane that is done is done"
+    growth.grow(11)
+    growth.sealed = True
+    assert progress.take(growth) == Span(8, 10, 1) and progress.complete

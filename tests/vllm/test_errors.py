@@ -65,6 +65,15 @@ async def test_modes_differ(legs: Legs) -> None:
     assert (await source).status == 200
 
 
+async def test_another_prompt_under_the_same_id(legs: Legs) -> None:
+    """Of the same length: only the token ids tell."""
+    transfer_id = new_transfer_id()
+    source = asyncio.create_task(legs.ask(legs.prefill, PROMPT[::-1], 1, source_params(transfer_id, "push")))
+    verdict = await fails(legs, landing_params(transfer_id, "push", legs.prefill))
+    assert verdict.code == "prompt_mismatch" and "the first 199 token ids differ" in verdict.reason
+    assert (await source).status == 200
+
+
 async def test_wrong_tp_size(legs: Legs) -> None:
     verdict = await fails(legs, landing_params(new_transfer_id(), "push", legs.prefill, remote_tp_size=2))
     assert verdict.code == "wrong_tp_size"

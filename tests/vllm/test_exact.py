@@ -21,7 +21,7 @@ BLOCK = 32
 TOKENS = 32
 FIXED = (1, 2, 5, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 500, 512, 513, 1000, 2000, 3000)
 ENGINE = ("--block-size", str(BLOCK), "--max-num-batched-tokens", "512")
-PAIR = {"dtype": "float32", "mode": "push", "extra_config": {"audit": True}}
+PAIR = {"dtype": "float32", "mode": "push", "extra_config": {"audit": True, "verify_kv": "full"}}
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
@@ -95,6 +95,12 @@ def check_bytes(state_dir: Path, moved: dict[str, tuple[int, int]]) -> int:
     return total
 
 
+def verified(state_dir: Path) -> set[str]:
+    """Transfers of which every byte was compared before the first token."""
+    lines = read_lines(state_dir / "story")
+    return {line["transfer_id"] for line in lines if line["event"] == "verified" and line["depth"] == "full"}
+
+
 def released(state_dir: Path) -> dict[str, bool]:
     return {line["transfer_id"]: line["ok"] for line in read_lines(state_dir / "story") if line["event"] == "released"}
 
@@ -136,6 +142,7 @@ async def test_cold_prompts_eight_at_a_time(
     assert check_bytes(state_dir, moved) == sum(last for _, last in moved.values()) > 300
     ends = released(state_dir)
     assert all(ends[transfer_id] for transfer_id, _ in done)
+    assert verified(state_dir) >= {transfer_id for transfer_id, length in done if length > 1}
     await metrics_agree_with_the_story(cold)
 
 
@@ -188,6 +195,7 @@ async def test_shared_prefixes(mode: str, expected: dict[tuple[int, ...], list[i
     assert any(first == last for first, last in moved.values()), "no full hit was tried"
     ends = released(state_dir)
     assert all(ends[transfer_id] for transfer_id in moved)
+    assert verified(state_dir) >= {transfer_id for transfer_id, (first, last) in moved.items() if first < last}
 
 
 def common(a: list[int], b: list[int]) -> int:

@@ -26,7 +26,7 @@ SMALL = ("--num-gpu-blocks-override", "136", "--max-model-len", "4096", "--no-sc
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """P's pool holds one long prompt and the beginning of another."""
-    audit = {"audit": True}
+    audit = {"audit": True, "verify_kv": "full"}
     how: dict[str, Any] = {"mode": "stream", "dtype": "float32", "extra_config": audit, "prefill_args": SMALL}
     with deployed(tmp_path_factory.mktemp("stream"), vllm_args=ENGINE, **how) as deployment:
         yield deployment

@@ -20,7 +20,7 @@ from kvferry.bench.transfer_shape import Order, Shape, table
 from kvferry.config import Staging
 from kvferry.ids import EngineId, TransferId, new_transfer_id
 from kvferry.launch.ports import LOOPBACK
-from kvferry.protocol.messages import Mode
+from kvferry.protocol.messages import Mode, Verify
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.fabric import Op
 
@@ -44,6 +44,7 @@ class Job:
     layer_groups: int
     staging: Staging
     prefill_ms: float | None
+    verify: Verify
     runs: int
     seed: int
 
@@ -74,7 +75,8 @@ class Ours:
     from before the KV (stream: its first part) was handed over until D's engine thread had its `Received`.
     `exposed_ms`: the same from the end of prefill on, before the `Ready` was handed over. `prefill_thread_ms`,
     `decode_thread_ms`: how long our hooks held P's and D's engine thread: handing commands over and taking results.
-    `late_ms`: how much later than planned prefill ended.
+    `prefill_verify_ms`, `decode_verify_ms`: digests, on P's and on D's transfer thread. `late_ms`: how much later than
+    planned prefill ended.
     """
 
     descriptors: int
@@ -86,6 +88,8 @@ class Ours:
     exposed_ms: float
     prefill_thread_ms: float
     decode_thread_ms: float
+    prefill_verify_ms: float
+    decode_verify_ms: float
     late_ms: float
 
     @property
@@ -165,6 +169,8 @@ class Bench:
             exposed_ms=(received.end - sent.ready) * 1e3,
             prefill_thread_ms=sent.thread_s * 1e3,
             decode_thread_ms=received.thread_s * 1e3,
+            prefill_verify_ms=sent.verify_s * 1e3,
+            decode_verify_ms=received.verify_s * 1e3,
             late_ms=sent.late_s * 1e3,
         )
 
@@ -233,7 +239,7 @@ class Samples:
 
 def measure(job: Job, say: Say) -> Samples:
     """Starts both sides and ends them. Raises `KVFerryError`: `VoidRun` if bytes are wrong."""
-    with Pair(job.shape, job.layout, job.blocks, job.staging) as pair:
+    with Pair(job.shape, job.layout, job.blocks, job.staging, job.verify) as pair:
         bench = Bench(job, pair)
         bench.warm_up()
         samples = Samples([], [], [], [], bench.prefill_s * 1e3 if job.mode == "stream" else None)

@@ -24,7 +24,7 @@ from kvferry.config import Staging
 from kvferry.errors import ConfigError
 from kvferry.launch.cancel import Stopped
 from kvferry.launch.commands import say
-from kvferry.protocol.messages import Mode
+from kvferry.protocol.messages import Mode, Verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Staging),
         default="auto",
         help="whether KV in small pieces goes gathered; the connector's setting of that name (default: auto)",
+    )
+    add(
+        "--verify",
+        choices=get_args(Verify),
+        default="sample",
+        help="what is compared of the KV on both sides before it counts as landed (default: sample)",
     )
     add("--runs", type=int, default=7, metavar="R", help="of each kind, after one that warms up (default: 7)")
     add("--seed", type=int, default=0)
@@ -118,6 +124,7 @@ def job_of(args: argparse.Namespace) -> Job:
         layer_groups=args.layer_groups,
         staging=msgspec.convert(args.staging, Staging),
         prefill_ms=args.prefill_ms,
+        verify=msgspec.convert(args.verify, Verify),
         runs=args.runs,
         seed=args.seed,
     )

@@ -38,5 +38,11 @@ class Events(Story):
             out.append(Posted(facts["descriptors"], facts["nbytes"], plan_s, post_s, began, end[0]))
         return out
 
+    def verify_s(self, transfer_id: str) -> float:
+        """What the digests took here."""
+        told = ("digested", "verified")
+        spent = (facts["ms"] for _, who, what, facts in self._lines if who == transfer_id and what in told)
+        return float(sum(spent)) / 1e3
+
     def clear(self) -> None:
         self._lines.clear()

@@ -16,6 +16,7 @@ from kvferry.config import Staging
 from kvferry.errors import LaunchError, TransferError, TransferTimeout
 from kvferry.launch.engine import CPU_ENV
 from kvferry.launch.ports import LOOPBACK
+from kvferry.protocol.messages import Verify
 from kvferry.transfer.fabric import Op
 
 _FAREWELL_S = 5.0
@@ -92,14 +93,14 @@ class Child:
 class Pair:
     """Both sides, which know each other. A context: leaving it ends them, at once after an error."""
 
-    def __init__(self, shape: Shape, layout: Order, blocks: int, staging: Staging = "auto") -> None:
+    def __init__(self, shape: Shape, layout: Order, blocks: int, staging: Staging, verify: Verify) -> None:
         self._children: list[Child] = []
         try:
-            pool = pool_blocks(blocks)
-            self.prefill, card = self._start("prefill", Setup("producer", shape, layout, pool, staging))
+            same = (shape, layout, pool_blocks(blocks), staging, verify)
+            self.prefill, card = self._start("prefill", Setup("producer", *same))
             self.port = card.port
             peers = (f"{LOOPBACK}:{card.port}",)
-            self.decode, other = self._start("decode", Setup("consumer", shape, layout, pool, staging, peers))
+            self.decode, other = self._start("decode", Setup("consumer", *same, peers))
             self.prefill.ask("meet", other)
             self.decode.ask("meet", card)
         except BaseException:

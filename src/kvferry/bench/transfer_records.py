@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.bench.transfer_shape import Order, Shape
 from kvferry.config import Staging
-from kvferry.protocol.messages import Layout
+from kvferry.protocol.messages import Layout, Verify
 from kvferry.transfer.fabric import Op
 
 LIMIT_S = 120.0
@@ -24,7 +24,8 @@ class Setup:
     shape: Shape
     layout: Order
     num_blocks: int
-    staging: Staging = "auto"
+    staging: Staging
+    verify: Verify
     peers: tuple[str, ...] = ()
 
 
@@ -55,7 +56,8 @@ class Handled:
 
     `thread_s`: how long our hooks held that thread: `submit` of each command and `results`, without the sleep between
     them. P: `first`, `ready`: just before the first `Grown` or the `Ready`, and before the `Ready`, were handed over;
-    `late_s`: how much later than planned the `Ready` was. `end`: when the result had been taken.
+    `late_s`: how much later than planned the `Ready` was. `end`: when the result had been taken. `verify_s`: what the
+    digests took on the transfer thread.
     """
 
     ok: bool
@@ -66,6 +68,7 @@ class Handled:
     first: float = 0.0
     ready: float = 0.0
     late_s: float = 0.0
+    verify_s: float = 0.0
     posts: list[Posted] = field(default_factory=list)
 
 

@@ -35,6 +35,10 @@ def facts_of(job: Job, samples: Samples, load: float) -> dict[str, Any]:
             "prefill_ms": spread([one.prefill_thread_ms for one in samples.ours]),
             "decode_ms": spread([one.decode_thread_ms for one in samples.ours]),
         },
+        "verify": {
+            "prefill_ms": spread([one.prefill_verify_ms for one in samples.ours]),
+            "decode_ms": spread([one.decode_verify_ms for one in samples.ours]),
+        },
         "late_ms": spread([one.late_ms for one in samples.ours]),
         "posts": _whole(samples.ours, lambda one: one.posts),
         "bytes": job.nbytes,
@@ -126,6 +130,8 @@ def text(facts: dict[str, Any]) -> str:
     add("exposed", facts["exposed_ms"], "ms")
     add("engine thread, prefill", facts["engine_thread"]["prefill_ms"], "ms", 3)
     add("engine thread, decode", facts["engine_thread"]["decode_ms"], "ms", 3)
+    add("verify, prefill", facts["verify"]["prefill_ms"], "ms")
+    add("verify, decode", facts["verify"]["decode_ms"], "ms")
     add("speed", facts["gb_per_s"], "GB/s")
     if "push" in facts:
         add("push: landed", facts["push"]["landed_ms"], "ms")
@@ -144,8 +150,9 @@ def _head(facts: dict[str, Any]) -> str:
     sizes = "x".join(str(shape[name]) for name in ("layers", "heads", "head_size", "block_size"))
     line = (
         f"{asked['mode']} of {asked['tokens']} tokens, {sizes} {asked['layout']}, fragmentation "
-        f"{asked['fragmentation']:g}: {facts['bytes'] / 2**20:.1f} MiB in {facts['descriptors']} descriptors, "
-        f"{facts['posts']} posts (naive: {facts['naive']['descriptors']} descriptors); {asked['runs']} runs"
+        f"{asked['fragmentation']:g}, verify {asked['verify']}: {facts['bytes'] / 2**20:.1f} MiB in "
+        f"{facts['descriptors']} descriptors, {facts['posts']} posts (naive: {facts['naive']['descriptors']} "
+        f"descriptors); {asked['runs']} runs"
     )
     if asked["staging"] != "auto":
         line += f"; staging {asked['staging']}"

@@ -57,8 +57,14 @@ class Side:
         self._events = Events(setup.role)
         self._hooks_s = 0.0
         channel = ZmqChannel(LOOPBACK, 0)
-        settings = {"side_channel_port": channel.port, "peers": setup.peers, "connect_timeout_s": LIMIT_S / 4}
-        config = connector_config({**settings, "staging": setup.staging}, {})
+        settings = {
+            "side_channel_port": channel.port,
+            "peers": setup.peers,
+            "connect_timeout_s": LIMIT_S / 4,
+            "staging": setup.staging,
+            "verify_kv": setup.verify,
+        }
+        config = connector_config(settings, {})
         self._areas = areas = Areas("cpu", config.staging_area_bytes)
         fabric.register([(self.memory.base, self.memory.nbytes), *areas.regions], "cpu")
         identity = Identity(EngineId(f"bench-{setup.role}"), 0, 1, setup.role)
@@ -123,6 +129,7 @@ class Side:
             end = time.monotonic()
             for one in results:
                 if isinstance(one, cmd.Sent | cmd.Received) and one.transfer_id == transfer_id:
+                    times["verify_s"] = self._events.verify_s(transfer_id)
                     posts = self._events.posts(transfer_id) if one.ok else []
                     return Handled(one.ok, one.code, one.reason, self._hooks_s, end, posts=posts, **times)
         raise TransferTimeout(f"{self._role}: transfer {transfer_id} has not ended after {LIMIT_S:g} s")

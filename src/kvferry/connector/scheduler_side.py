@@ -16,6 +16,7 @@ from kvferry.connector.metadata import IDLE, NOTHING, Reject, StepMetadata
 from kvferry.connector.params import LandingParams, SourceParams, parse
 from kvferry.errors import ConfigError
 from kvferry.ids import TransferId, new_transfer_id
+from kvferry.protocol.prompt import mark_prompt, prompt_digest
 from kvferry.story import Story
 from kvferry.transfer.commands import Abort, Drop, Expect, Grown, Land, Ready, Rewind, Wait
 
@@ -88,8 +89,16 @@ class SchedulerSide:
                 self._sources[request.request_id] = _Source(request, params, mode == "stream")
                 self._transfer_ids.add(params.transfer_id)
                 self._next.news = True
-                prompt = request.num_prompt_tokens
-                self._next.expects.append(Expect(params.transfer_id, request.request_id, mode, params.fan_out, prompt))
+                ids = request.prompt_token_ids
+                expect = Expect(
+                    transfer_id=params.transfer_id,
+                    request=request.request_id,
+                    mode=mode,
+                    fan_out=params.fan_out,
+                    num_tokens=request.num_prompt_tokens,
+                    prompt=mark_prompt(ids) if ids else None,
+                )
+                self._next.expects.append(expect)
 
     # -- decode -----------------------------------------------------------------------------------------------------
 
@@ -125,12 +134,13 @@ class SchedulerSide:
         first, last = start // self.block_size, -(-end // self.block_size)
         wanted = tuple(block_ids[first:last]) if num_external_tokens > 0 else ()
         landing.received = num_external_tokens <= 0
-        self._land(request.request_id, landing.params, start, end, wanted)
+        self._land(request, landing.params, start, end, wanted)
 
-    def _land(self, request_id: str, params: LandingParams, start: int, end: int, block_ids: tuple[int, ...]) -> None:
+    def _land(self, request: Any, params: LandingParams, start: int, end: int, block_ids: tuple[int, ...]) -> None:
+        ids = request.prompt_token_ids if start < end else None
         land = Land(
             transfer_id=params.transfer_id,
-            request=request_id,
+            request=request.request_id,
             mode=params.mode or self.config.mode,
             host=params.remote_host.strip("[]"),
             port=params.remote_port,
@@ -139,6 +149,7 @@ class SchedulerSide:
             start_token=start,
             end_token=end,
             block_ids=block_ids,
+            prompt=prompt_digest(ids[:end]) if ids else "",
         )
         self._next.news = True
         self._next.lands.append(land)
@@ -242,7 +253,7 @@ class SchedulerSide:
             if landing.params is not None:
                 if not landing.allocated:  # aborted while queued: P must still be told
                     end = request.num_prompt_tokens
-                    self._land(request_id, landing.params, end, end, ())
+                    self._land(request, landing.params, end, end, ())
                 elif not landing.received:
                     self._next.news = True
                     self._next.drops.append(Drop(request_id))

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.protocol.digest import mixed
+
 U64 = NDArray[np.uint64]
 EOS = 2
 FIRST_WORD = 256
@@ -24,13 +26,6 @@ FIRST_WORD = 256
 _EOS_ONE_IN = 128
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mixed(x: U64) -> U64:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection in which every bit depends on every other."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def mix(x: int) -> int:

@@ -18,11 +18,11 @@ import msgspec
 from kvferry.auth import AuthKey
 from kvferry.engine.memory import KvMemory
 from kvferry.errors import ConfigError
-from kvferry.ids import TransferId
+from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import codec
-from kvferry.protocol.messages import AnyMessage
+from kvferry.protocol.messages import AnyMessage, Landed, Register
 from kvferry.story import Story
-from kvferry.transfer.channel import ChannelKey, Event, ZmqChannel
+from kvferry.transfer.channel import ChannelKey, Event, Got, ZmqChannel
 from kvferry.transfer.fabric import Addresses, Fabric, Handle, Op, PeerName
 from kvferry.transfer.nixl import NixlFabric
 
@@ -64,9 +64,11 @@ class DelayMessage(Fault, frozen=True, kw_only=True, tag="delay"):
 
 
 class Corrupt(Fault, frozen=True, kw_only=True, tag="corrupt"):
-    """One byte is changed: of `block`, or (None) of a random block of the next request whose KV lands here. `offset`
-    counts bytes over layers, heads, tokens; None: any byte of a token that the block holds."""
+    """One byte is changed: of `block`, or (None) of a random block of the next request whose KV lands here; `when` that
+    is known to the engine, or `in_flight`: after it was written, before P says so. `offset` counts bytes over layers,
+    heads, tokens; None: any byte of a token that the block holds."""
 
+    when: Literal["landed", "in_flight"] = "landed"
     block: int | None = None
     offset: int | None = None
     mask: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
@@ -106,6 +108,7 @@ class Faults:
     message: DropMessage | DelayMessage | None = None
     seen: int = 0
     corrupt: Corrupt | None = None
+    memory: KvMemory | None = None  # where to
     die_at: str = ""
     freeze_s: float = 0.0
 
@@ -124,6 +127,9 @@ class Faults:
             size = memory.block_bytes
             if fault.offset is not None and not 0 <= fault.offset < size:
                 raise ConfigError(f"fault: offset: {fault.offset}", hint=f"a block has {size} bytes")
+            if fault.when == "in_flight" and fault.block is not None:
+                raise ConfigError(f"fault: block: {fault.block} with when: 'in_flight'", hint="leave one of them out")
+            self.memory = memory
             if fault.block is None:
                 self.corrupt = fault
             elif 0 <= fault.block < memory.num_blocks:
@@ -165,8 +171,14 @@ class FaultyChannel(ZmqChannel):
         super().__init__(host, port, key)
         self._faults = faults
         self._late: deque[tuple[float, ChannelKey, bytes]] = deque()
+        self._registers: dict[RegistrationId, Register] = {}  # that left while a byte waits to be changed
 
     def send(self, key: ChannelKey, data: bytes) -> bool:
+        corrupt = self._faults.corrupt
+        if corrupt is not None and corrupt.when == "in_flight" and data:
+            message = codec.decode(data)
+            if isinstance(message, Register):
+                self._registers[message.reg_id] = message
         fault = self._faults.message
         if fault is not None and data and type(codec.decode(data)).__name__ == fault.message:
             self._faults.seen += 1
@@ -185,7 +197,21 @@ class FaultyChannel(ZmqChannel):
         while self._late and self._late[0][0] <= time.monotonic():
             _, key, data = self._late.popleft()
             super().send(key, data)
+        if self._registers:
+            for event in events:
+                if isinstance(event, Got) and event.data and isinstance(message := codec.decode(event.data), Landed):
+                    self._corrupt(message)
         return events
+
+    def _corrupt(self, landed: Landed) -> None:
+        register, fault = self._registers.pop(landed.reg_id, None), self._faults.corrupt
+        memory = self._faults.memory
+        if register is None or fault is None or memory is None or not register.block_ids:
+            return
+        size, self._faults.corrupt = memory.block_size, None
+        logical = random.randrange(register.start_token // size, -(-register.end_token // size))
+        tokens = min(size, register.end_token - logical * size)
+        damage(memory, fault, register.block_ids[logical - register.start_token // size], tokens)
 
 
 @dataclass(frozen=True)

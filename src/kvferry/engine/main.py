@@ -33,6 +33,7 @@ SWITCH_S = 0.001
 
 CONNECTOR = "KVFerryConnector"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
+LOAD_FAILURE_POLICIES = ("fail", "recompute")
 TRANSFER_SETTINGS = {
     *("kv_connector", "kv_connector_module_path", "kv_role", "engine_id", "kv_connector_extra_config"),
     *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
@@ -135,6 +136,10 @@ def _transfer_config(text: str | None, debug: bool) -> Mapping[str, Any] | None:
         raise ConfigError(f"kv_connector: {config['kv_connector']!r} is not served here", hint=f"expected {CONNECTOR}")
     if config.get("kv_role") not in ROLES:
         raise ConfigError(f"kv_role: {config.get('kv_role')!r}", hint=f"expected one of {', '.join(ROLES)}")
+    policy = config.get("kv_load_failure_policy", "fail")
+    if policy not in LOAD_FAILURE_POLICIES:
+        hint = f"expected one of {', '.join(LOAD_FAILURE_POLICIES)}"
+        raise ConfigError(f"kv_load_failure_policy: {policy!r}", hint=hint)
     if debug:
         config["kv_connector_extra_config"] = {
             **(config.get("kv_connector_extra_config") or {}),

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.connector.blocks import Caches
-from kvferry.engine.content import U64, coefficients, head_weights, mixed, weights
+from kvferry.engine.content import U64, coefficients, head_weights, weights
+from kvferry.protocol.digest import mixed
 from kvferry.protocol.messages import Layout, Plane
 
 _AT_ONCE = 1 << 18

@@ -206,6 +206,8 @@ class Rank:
 
     def _corrupt(self, received: set[str]) -> None:
         fault = self.faults.corrupt
+        if fault is not None and fault.when == "in_flight":
+            return
         for who in received & self._sequences.keys():
             if fault is not None:
                 blocks = self._sequences[who].blocks

@@ -44,7 +44,7 @@ class Status(StrEnum):
 @dataclass(eq=False)
 class Request:
     """Made by the server, then owned by the engine thread. The connector reads `request_id`, `num_prompt_tokens`,
-    `num_computed_tokens`, `max_tokens`, `status` and `kv_transfer_params`, under vLLM's names.
+    `prompt_token_ids`, `num_computed_tokens`, `max_tokens`, `status` and `kv_transfer_params`, under vLLM's names.
 
     `prompt`: token ids, at least one. `token_ids`: prompt and output. `num_computed_tokens`: how many of them have
     their KV in `block_ids`.
@@ -85,6 +85,10 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.prompt
 
     @property
     def max_tokens(self) -> int:

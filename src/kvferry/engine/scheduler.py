@@ -79,6 +79,7 @@ class Counts:
 class Scheduler:
     def __init__(self, config: EngineConfig, connector: SchedulerSide | None) -> None:
         self.config, self.connector = config, connector
+        self._recomputes = (config.kv_transfer or {}).get("kv_load_failure_policy") == "recompute"
         self.pool = BlockPool(config.num_blocks, config.fragmentation)
         self.counts = Counts()
         self._by_id: dict[str, Request] = {}
@@ -86,6 +87,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._landing: dict[str, Request] = {}  # blocks allocated, KV comes from elsewhere
         self._landed: deque[Request] = deque()
+        self._to_recompute: set[str] = set()  # landing, but in vain
         self._kept: dict[str, list[int]] = {}  # ended here, but somebody may still write to the blocks
         self._sending: dict[str, list[int]] = {}  # finished here, read by the transfer thread
         self._outputs: list[Output] = []
@@ -164,15 +166,19 @@ class Scheduler:
         step.new_blocks.setdefault(request.request_id, []).extend(taken)
         return True
 
-    def _preempt(self, step: Step, request: Request) -> None:
+    def _start_anew(self, request: Request) -> None:
+        """Give its blocks back; it waits for others."""
         self.pool.give_back(request.block_ids)
         request.block_ids = []
         request.num_computed_tokens = 0
         request.status = Status.PREEMPTED
+        self._waiting.appendleft(request)
+
+    def _preempt(self, step: Step, request: Request) -> None:
+        self._start_anew(request)
         request.hash_tokens()
         step.preempted_req_ids.add(request.request_id)
         step.new_blocks.pop(request.request_id, None)
-        self._waiting.appendleft(request)
         self.counts = replace(self.counts, preemptions=self.counts.preemptions + 1)
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
@@ -241,7 +247,9 @@ class Scheduler:
         if self.connector is not None and (report.finished_sending or report.finished_recving):
             self.connector.update(report)
         self._tokens(step, totals)
-        for request_id in report.failed_recving:
+        if self._recomputes:
+            self._to_recompute |= report.failed_recving & self._landing.keys()
+        for request_id in report.failed_recving - self._to_recompute:
             request = self._landing.pop(request_id, None)
             if request is not None:
                 if request_id not in report.finished_recving:
@@ -270,7 +278,10 @@ class Scheduler:
     def _received(self, request_id: str) -> None:
         self.pool.give_back(self._kept.pop(request_id, []))
         request = self._landing.pop(request_id, None)
-        if request is not None:
+        if request is not None and request_id in self._to_recompute:
+            self._to_recompute.discard(request_id)
+            self._start_anew(request)
+        elif request is not None:
             request.status = Status.WAITING
             self._label(request, 0, request.num_computed_tokens)
             self._landed.append(request)
@@ -332,6 +343,7 @@ class Scheduler:
         request.status = status
         request_id = request.request_id
         del self._by_id[request_id]
+        self._to_recompute.discard(request_id)
         self._ended.append(request_id)
         delay, params = False, None
         if self.connector is not None:

@@ -113,8 +113,10 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
         }
         if spec.debug_invariants:
             ours["debug_invariants"] = True
+        policy: dict[str, str] = {}
         if engine.role == "decode":
             ours["peers"] = peers
+            policy["kv_load_failure_policy"] = spec.kv_load_failure_policy
             if not mode.background:
                 ours["background"] = False
         return {
@@ -122,6 +124,7 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
             "kv_connector_module_path": "kvferry.connector",
             "kv_role": role,
             "engine_id": engine.engine_id,
+            **policy,
             "kv_connector_extra_config": {**ours, **extra},
         }
     push = mode.connector == "upstream-push"

@@ -58,9 +58,9 @@ class DeploymentSpec:
 
     `engine` 'sim': kvferry's own, its time modelled by `profile`; `vllm_args` then go to it, it knows vLLM's names.
     `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
-    the per-role ones over it. `debug_invariants`: engines end if anything is left behind when nothing
-    runs. `tuned` False starts engines as vLLM ships them. `port` 0: any free one. `bind`: the
-    router's, of mode `stream`.
+    the per-role ones over it. `kv_load_failure_policy`: vLLM's, what decode does when the KV does not come.
+    `debug_invariants`: engines end if anything is left behind when nothing runs. `tuned` False starts engines as vLLM
+    ships them. `port` 0: any free one. `bind`: the router's, of mode `stream`.
     """
 
     mode: str = "push"
@@ -79,6 +79,7 @@ class DeploymentSpec:
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     prefill_extra_config: Mapping[str, Any] = field(default_factory=dict)
     decode_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     tuned: bool = True
     router: bool = True
     router_args: Sequence[str] = ()

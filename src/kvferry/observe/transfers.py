@@ -46,6 +46,7 @@ _BY_FIELD = {
     "nbytes": _histogram("vllm:nixl_bytes_transferred", "Bytes of one post.", _NBYTES),
     "descriptors": _histogram("vllm:nixl_num_descriptors", "Regions of one post.", _DESCRIPTORS),
     "plan_s": _histogram("kvferry:plan_time_seconds", "From block ids to regions, for one post.", _PLAN_S),
+    "verify_s": _histogram("kvferry:verify_time_seconds", "Digests of the KV of one registration.", _PLAN_S),
     "blocks": _histogram("kvferry:blocks_per_landing", "Blocks that one request takes from elsewhere.", _BLOCKS),
     "runs": _histogram("kvferry:block_runs", "Stretches of neighbours that those blocks make.", _BLOCKS),
 }

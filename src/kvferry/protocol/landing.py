@@ -16,7 +16,7 @@ import msgspec
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.instructions import Note, PeerKey, Send
 from kvferry.protocol.lease import Deadlines
-from kvferry.protocol.messages import Cancel, Fetched, Mode, Register
+from kvferry.protocol.messages import Cancel, Fetched, Mode, Register, Verify
 from kvferry.protocol.table import Table, transition
 
 RequestKey = str
@@ -179,6 +179,8 @@ class Destination:
     end_token: int
     block_ids: tuple[int, ...]
     peers: tuple[tuple[PeerKey, int], ...]  # (P rank's key, registrations that this P rank will see in all)
+    prompt: str = ""  # see `Register`
+    verify: Verify = "off"
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,8 @@ class Landings:
                 block_ids=destination.block_ids,
                 legs=legs,
                 credit=self._credit,
+                prompt=destination.prompt,
+                verify=destination.verify,
             )
             landing.legs[reg_id] = _Leg(peer, register)
             self._by_reg[reg_id] = key

@@ -79,8 +79,8 @@ def legs_for(p_rank: int, p_tp: int, d_tp: int, total_heads: int) -> int:
 
 def _share(p_rank: int, p_tp: int, d_rank: int, d_tp: int, total_heads: int) -> HeadShare | None:
     """What this D rank takes from this P rank; None: they do not talk."""
-    p_first, p_end = _heads_of(p_rank, p_tp, total_heads)
-    d_first, d_end = _heads_of(d_rank, d_tp, total_heads)
+    p_first, p_end = heads_of(p_rank, p_tp, total_heads)
+    d_first, d_end = heads_of(d_rank, d_tp, total_heads)
     first, end = max(p_first, d_first), min(p_end, d_end)
     if first >= end:
         return None
@@ -98,7 +98,7 @@ def _share(p_rank: int, p_tp: int, d_rank: int, d_tp: int, total_heads: int) -> 
     return HeadShare(p_rank=p_rank, src_head_start=first - p_first, dst_head_start=first - d_first, count=end - first)
 
 
-def _heads_of(rank: int, tp: int, total_heads: int) -> tuple[int, int]:
+def heads_of(rank: int, tp: int, total_heads: int) -> tuple[int, int]:
     """The model's heads [first, end) that a rank stores."""
     first = rank * total_heads // tp
     return first, first + max(1, total_heads // tp)

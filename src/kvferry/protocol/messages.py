@@ -14,6 +14,8 @@ import msgspec
 from kvferry.ids import EngineId, LifeId, RegistrationId, TransferId
 
 Mode = Literal["push", "pull", "stream"]
+Verify = Literal["off", "sample", "full"]
+"""How much of the KV is looked at on both sides (`digest.py`), ascending."""
 MOST_REASON = 4096  # characters; it is remembered
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
@@ -110,8 +112,9 @@ class Register(Message, frozen=True):
 
     D wants tokens [start_token, end_token) and has for them the blocks `block_ids`, the first of which holds logical
     block `start_token // block_size` (D's block size). `legs`: how many registrations this P rank will see for the
-    transfer in all. `start_token == end_token`: D needs nothing; P is only told that it may let go.
-    `credit`: how many streamed WRITEs D takes at once from this P rank, as of now.
+    transfer in all. `start_token == end_token`: D needs nothing; P is only told that it may let go. `prompt`: digest of
+    the first `end_token` token ids, '' where D doesn't know (`prompt.py`). `verify`: how much D would check. `credit`:
+    how many streamed WRITEs D takes at once from this P rank, as of now.
     """
 
     reg_id: RegistrationId
@@ -122,6 +125,8 @@ class Register(Message, frozen=True):
     block_ids: tuple[Natural, ...]
     legs: Ranks
     credit: Positive
+    prompt: str = ""
+    verify: Verify = "off"
 
 
 class Waiting(Message, frozen=True):
@@ -170,11 +175,14 @@ class Grant(Message, frozen=True):
 
 class Landed(Message, frozen=True):
     """P -> D: every WRITE of this registration has completed (push, stream), the READs counted (pull). `nbytes`: all
-    that was written; D knows what it must be."""
+    that was written; D knows what it must be. `digests`: of what P computed, 8 bytes each, as deep as `verify` says:
+    the weaker of what both sides want."""
 
     reg_id: RegistrationId
     nbytes: Natural
     descriptors: Natural
+    verify: Verify = "off"
+    digests: bytes = b""
 
 
 class Failed(Message, frozen=True):

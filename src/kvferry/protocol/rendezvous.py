@@ -8,9 +8,8 @@ granted READ may still touch its blocks.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from kvferry.errors import PromptMismatch
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol.instructions import Note, PeerKey, Release, Rewound, Send, StartWrite, Tell
 from kvferry.protocol.lease import Deadlines
@@ -32,75 +31,12 @@ from kvferry.protocol.legs import (
     WriteFailed,
 )
 from kvferry.protocol.messages import Begin, Failed, Grant, Landed, Mode, Reached, Register, Seal
+from kvferry.protocol.prompt import PromptMark, mismatch
+from kvferry.protocol.sources import Ending, LegKey, Source, SourceLeg, SourceState
 from kvferry.protocol.stream import Growth, Pace, Progress, Span
 from kvferry.protocol.table import transition
 
-LegKey = tuple[PeerKey, RegistrationId]
-
-
-class Source(Enum):
-    UNSEEN = auto()  # registrations came first
-    COMPUTING = auto()  # the engine knows the request
-    READY = auto()  # all KV computed; blocks known
-
-
 Instruction = Send | StartWrite | Rewound | Tell | Release | Note
-
-
-@dataclass
-class _Leg:
-    peer: PeerKey
-    register: Register
-    progress: Progress
-    state: Leg = Leg.HELD
-    flying: int = 0  # WRITEs in flight
-    stale: bool = False  # those in flight are of an attempt that is no more
-    bad: bool = False  # one of them failed
-    unsure: bool = False  # one of them is of a peer that was given up, and may still arrive there
-    nbytes: int = 0
-    descriptors: int = 0
-    code: str = "cancelled"
-    reason: str = ""
-    peer_gone: bool = False
-
-
-@dataclass
-class _Source:
-    transfer_id: TransferId
-    state: Source = Source.UNSEEN
-    mode: Mode | None = None
-    fan_out: int = 1
-    block_ids: tuple[int, ...] = ()
-    num_tokens: int = 0  # of the prompt
-    growth: Growth = field(default_factory=Growth)
-    attempt: int = 0
-    rewinding: bool = False  # `Rewound` is owed
-    owed: bool = False  # `Release` is, whatever blocks were named
-    watchers: list[tuple[PeerKey, int]] = field(default_factory=list)  # and the percentage they wait for
-    legs: dict[LegKey, _Leg] = field(default_factory=dict)
-    waiting: set[PeerKey] = field(default_factory=set)  # D ranks whose request queues
-    past: set[LegKey] = field(default_factory=set)  # legs that have ended
-    ended_ok: int = 0
-    ended_bad: int = 0
-    legs_stated: int = 0
-    expected: int = 0  # legs in all: stated by the decode side, times the request's fan-out
-    doomed: bool = False
-    last_failure: tuple[str, str] = ("", "")
-
-    def at_work(self) -> bool:
-        return any(leg.state is not Leg.HELD for leg in self.legs.values())
-
-    @property
-    def held(self) -> bool:
-        """The engine keeps the blocks until `Release`."""
-        return self.owed or self.state is Source.READY or bool(self.block_ids)
-
-
-@dataclass(frozen=True)
-class Ending:
-    ok: bool
-    code: str
-    reason: str
 
 
 class Rendezvous:
@@ -124,7 +60,7 @@ class Rendezvous:
         self.lease_s, self.patience_s, self.max_flying = lease_s, patience_s, max_flying
         self.unseen_s = unseen_s
         self._remember = remember
-        self._sources: dict[TransferId, _Source] = {}
+        self._sources: dict[TransferId, Source] = {}
         self._by_leg: dict[LegKey, TransferId] = {}
         self._ended: OrderedDict[TransferId, Ending] = OrderedDict()
         self._deadlines: Deadlines[TransferId] = Deadlines()
@@ -134,21 +70,27 @@ class Rendezvous:
     # -- the engine's side ------------------------------------------------------------------------------------------
 
     def expect(
-        self, transfer_id: TransferId, mode: Mode, fan_out: int, now: float, num_tokens: int = 0
+        self,
+        transfer_id: TransferId,
+        mode: Mode,
+        fan_out: int,
+        now: float,
+        num_tokens: int = 0,
+        prompt: PromptMark | None = None,
     ) -> list[Instruction]:
         """The engine has taken in the request, a prompt of `num_tokens`; its KV will come."""
         source = self._sources.get(transfer_id)
-        if transfer_id in self._ended or (source is not None and source.state is not Source.UNSEEN):
+        if transfer_id in self._ended or (source is not None and source.state is not SourceState.UNSEEN):
             return [Note(transfer_id, "duplicate", "transfer id already used on this engine")]
         if source is None:
-            source = self._sources[transfer_id] = _Source(transfer_id)
-        source.state = Source.COMPUTING
-        source.mode, source.fan_out, source.num_tokens = mode, fan_out, num_tokens
+            source = self._sources[transfer_id] = Source(transfer_id)
+        source.state = SourceState.COMPUTING
+        source.mode, source.fan_out, source.num_tokens, source.prompt = mode, fan_out, num_tokens, prompt
         source.expected = source.legs_stated * fan_out
         self._deadlines.clear(transfer_id)
         out: list[Instruction] = [Note(transfer_id, "queued")]
         for leg in list(source.legs.values()):
-            out += self._check_mode(source, leg, now)
+            out += self._check(source, leg, now)
         return out + self._tell(source)
 
     def grown(
@@ -162,7 +104,7 @@ class Rendezvous:
         """Stream: more KV is there, up to `tokens` (with `planes`: only the first ones of what is new). `block_ids`:
         those that hold it and were not named before. They stay until `Release`, or until `Rewound`."""
         source = self._sources.get(transfer_id)
-        if source is None or source.state is not Source.COMPUTING or source.doomed:
+        if source is None or source.state is not SourceState.COMPUTING or source.doomed:
             return []  # it was given up meanwhile
         source.block_ids += block_ids
         if planes is None:
@@ -175,7 +117,7 @@ class Rendezvous:
         """Stream: the engine takes the blocks back and will compute the prompt anew. `Rewound` when nothing reads them.
         Sources that are not here (any more) are rewound at once."""
         source = self._sources.get(transfer_id)
-        if source is None or source.state is not Source.COMPUTING:
+        if source is None or source.state is not SourceState.COMPUTING:
             return [Rewound(transfer_id)]
         source.attempt += 1
         source.block_ids, source.growth, source.rewinding = (), Growth(), True
@@ -190,10 +132,10 @@ class Rendezvous:
     ) -> list[Instruction]:
         """All KV of tokens [0, num_tokens) is in `block_ids` (logical block 0 first), and stays until `Release`."""
         source = self._sources.get(transfer_id)
-        if source is None or source.state is not Source.COMPUTING:
+        if source is None or source.state is not SourceState.COMPUTING:
             ending = self._ended.get(transfer_id, Ending(False, "unknown_transfer", "not expected here"))
             return [Release(transfer_id, False, ending.code, ending.reason)]
-        source.state = Source.READY
+        source.state = SourceState.READY
         source.block_ids, source.num_tokens = block_ids, num_tokens
         source.growth.grow(num_tokens)
         source.growth.sealed = True
@@ -243,23 +185,23 @@ class Rendezvous:
             return [Send(peer, Failed(reg_id=message.reg_id, code=ending.code or "expired_transfer", reason=text))]
         source = self._sources.get(transfer_id)
         if source is None:
-            source = self._sources[transfer_id] = _Source(transfer_id)
+            source = self._sources[transfer_id] = Source(transfer_id)
             self._deadlines.set(transfer_id, now + self.unseen_s)
         if key in source.past:
             return []  # re-sent, late
-        leg = source.legs[key] = _Leg(peer, message, Progress(message.start_token, message.end_token, pace))
+        leg = source.legs[key] = SourceLeg(peer, message, Progress(message.start_token, message.end_token, pace))
         self._credit[peer] = message.credit
         self._by_leg[key] = transfer_id
         source.legs_stated = max(source.legs_stated, message.legs)
         source.expected = source.legs_stated * source.fan_out
-        out: list[Instruction] = [Note(transfer_id, "met" if source.state is Source.READY else "held")]
-        if source.state is not Source.UNSEEN:
-            out += self._check_mode(source, leg, now)
+        out: list[Instruction] = [Note(transfer_id, "met" if source.state is SourceState.READY else "held")]
+        if source.state is not SourceState.UNSEEN:
+            out += self._check(source, leg, now)
         if source.doomed and leg.state is Leg.HELD:
             out += self._apply(source, leg, SourceLost(), now, *source.last_failure)
-        elif source.state is Source.READY and leg.state is Leg.HELD:
+        elif source.state is SourceState.READY and leg.state is Leg.HELD:
             out += self._start(source, leg, now)
-        elif source.state is Source.COMPUTING:
+        elif source.state is SourceState.COMPUTING:
             out += self._pump(source, leg, now)
         return out + self._settle(source, now)
 
@@ -326,7 +268,7 @@ class Rendezvous:
         if source is None:
             if transfer_id in self._ended:
                 return [Tell(asker, Reached(transfer_id=transfer_id, tokens=0, of=0, ended=True))]
-            source = self._sources[transfer_id] = _Source(transfer_id)
+            source = self._sources[transfer_id] = Source(transfer_id)
             self._deadlines.set(transfer_id, now + self.unseen_s)
         source.watchers.append((asker, percent))
         return self._tell(source)
@@ -345,11 +287,11 @@ class Rendezvous:
         out: list[Instruction] = []
         for transfer_id in self._deadlines.lapsed(now):
             source = self._sources[transfer_id]
-            if source.state is Source.UNSEEN and not (source.legs or source.past):
+            if source.state is SourceState.UNSEEN and not (source.legs or source.past):
                 # Only its progress was asked for: it may still come.
                 del self._sources[transfer_id]
                 out += self._tell(source, ended=True)
-            elif source.state is Source.UNSEEN:
+            elif source.state is SourceState.UNSEEN:
                 reason = f"no prefill request with this transfer id came within {self.unseen_s:g} s"
                 out += self.abort(transfer_id, "prefill_never_came", reason, now)
             elif not source.at_work():
@@ -370,6 +312,11 @@ class Rendezvous:
 
     def is_open(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._sources
+
+    def register_of(self, peer: PeerKey, reg_id: RegistrationId) -> Register | None:
+        """Of a leg that has not ended."""
+        transfer_id = self._by_leg.get((peer, reg_id))
+        return None if transfer_id is None else self._sources[transfer_id].legs[peer, reg_id].register
 
     def open_count(self) -> int:
         return len(self._sources)
@@ -396,13 +343,14 @@ class Rendezvous:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _check_mode(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
-        if leg.register.mode == source.mode:
-            return []
-        reason = f"mode: prefill side has {source.mode!r}, decode side has {leg.register.mode!r}; set the same on both"
-        return self._apply(source, leg, SourceLost(), now, "mode_mismatch", reason)
+    def _check(self, source: Source, leg: SourceLeg, now: float) -> list[Instruction]:
+        code, reason = PromptMismatch.code, mismatch(source.prompt, leg.register)
+        if leg.register.mode != source.mode:
+            sides = f"prefill side has {source.mode!r}, decode side has {leg.register.mode!r}"
+            code, reason = "mode_mismatch", f"mode: {sides}; set the same on both"
+        return self._apply(source, leg, SourceLost(), now, code, reason) if reason else []
 
-    def _start(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
+    def _start(self, source: Source, leg: SourceLeg, now: float) -> list[Instruction]:
         wanted = leg.register
         if wanted.start_token == wanted.end_token:
             return self._apply(source, leg, Nothing(), now, "", "")
@@ -415,13 +363,13 @@ class Rendezvous:
             return self._apply(source, leg, StartPush(), now, "", "")
         return self._pump(source, leg, now)
 
-    def _pump_all(self, source: _Source, now: float) -> list[Instruction]:
+    def _pump_all(self, source: Source, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         for leg in list(source.legs.values()):
             out += self._pump(source, leg, now)
         return out
 
-    def _pump(self, source: _Source, leg: _Leg, now: float) -> list[Instruction]:
+    def _pump(self, source: Source, leg: SourceLeg, now: float) -> list[Instruction]:
         """Stream: write what is there and not yet written, as far as the peer may be loaded."""
         if leg.register.mode != "stream" or leg.stale or leg.state not in (Leg.HELD, Leg.STREAMING, Leg.WRITING):
             return []
@@ -482,10 +430,10 @@ class Rendezvous:
                     out += more + self._settle(other, now)  # else its lease runs on
         return out
 
-    def _tell(self, source: _Source, ended: bool = False) -> list[Instruction]:
+    def _tell(self, source: Source, ended: bool = False) -> list[Instruction]:
         """Those who wait for what is reached now."""
         tokens, of = source.growth.tokens, source.num_tokens
-        known = source.state is not Source.UNSEEN
+        known = source.state is not SourceState.UNSEEN
         due = [
             (asker, percent)
             for asker, percent in source.watchers
@@ -514,8 +462,8 @@ class Rendezvous:
 
     def _apply(
         self,
-        source: _Source,
-        leg: _Leg,
+        source: Source,
+        leg: SourceLeg,
         event: object,
         now: float,
         code: str,
@@ -526,7 +474,7 @@ class Rendezvous:
         if code and leg.state not in (Leg.FENCING, Leg.REVOKED):
             leg.code, leg.reason = code, reason
         leg.state = target
-        if source.state is Source.READY:
+        if source.state is SourceState.READY:
             self._deadlines.clear(source.transfer_id)
         reg_id, peer = leg.register.reg_id, leg.peer
         out: list[Instruction] = []
@@ -563,7 +511,7 @@ class Rendezvous:
             out += self._apply(source, leg, WriteDone(), now, "", "")
         return out
 
-    def _settle(self, source: _Source, now: float) -> list[Instruction]:
+    def _settle(self, source: Source, now: float) -> list[Instruction]:
         """After any event: release the source if it is done, or restart its lease if it idles."""
         if source.transfer_id not in self._sources:
             return []
@@ -571,14 +519,14 @@ class Rendezvous:
         if source.rewinding and not any(leg.flying for leg in source.legs.values()):
             source.rewinding = False
             rewound.append(Rewound(source.transfer_id))
-        if source.state is not Source.READY and not source.doomed:
+        if source.state is not SourceState.READY and not source.doomed:
             return rewound
         served = 0 < source.expected <= source.ended_ok + source.ended_bad
         if not source.legs and (served or source.doomed):
             ok = not source.doomed and source.ended_bad == 0
             code, reason = ("", "") if ok else source.last_failure
         else:
-            if source.state is Source.READY and not source.at_work():
+            if source.state is SourceState.READY and not source.at_work():
                 patience = self.patience_s if source.waiting else self.lease_s
                 self._deadlines.set(source.transfer_id, now + patience)
             return rewound
@@ -586,7 +534,7 @@ class Rendezvous:
         release = [Release(source.transfer_id, ok, code, reason)] if source.held else []
         return [*rewound, *release, *told]
 
-    def _forget(self, source: _Source, ending: Ending) -> list[Instruction]:
+    def _forget(self, source: Source, ending: Ending) -> list[Instruction]:
         del self._sources[source.transfer_id]
         self._deadlines.clear(source.transfer_id)
         self._bury(source.transfer_id, ending)

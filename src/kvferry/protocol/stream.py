@@ -23,13 +23,15 @@ class Span:
 class Pace:
     """How one registration's KV leaves, in tokens. `unit`: a chunk ends at a multiple of it (the larger block size),
     but for the last one. `least`: fewer are not worth a WRITE of their own while more will come. `most`: in one WRITE,
-    not below `unit`. `token_bytes`: what one token has for this registration.
+    not below `unit`. `token_bytes`: what one token has for this registration. `packed`: a block's tokens can't be told
+    apart, so none leaves while prefill may write to it still.
     """
 
     unit: int = 1
     least: int = 1
     most: int = 1 << 40
     token_bytes: float = 0
+    packed: bool = False
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Progress:
 
     def take(self, growth: Growth) -> Span | None:
         """The next rectangle to write, counted as taken; None: nothing worth a WRITE yet."""
-        whole = self._bound(growth.tokens)
+        whole = self._bound(growth.tokens, only_full=self.pace.packed and not growth.sealed)
         if self.planes:
             return self._rest_of_part(growth, whole)
         if whole > self.tokens and (whole == self.end or growth.sealed or whole - self.tokens >= self.pace.least):
@@ -105,8 +107,9 @@ class Progress:
         end = self.tokens + self.pace.most
         return end - end % self.pace.unit
 
-    def _bound(self, tokens: int) -> int:
-        """How far a chunk may go when so many tokens are there."""
-        if tokens >= self.end:
+    def _bound(self, tokens: int, only_full: bool = False) -> int:
+        """How far a chunk may go when so many tokens are there. `only_full`: with full blocks only."""
+        if tokens >= self.end and not (only_full and self.end % self.pace.unit):
             return self.end
+        tokens = min(tokens, self.end)
         return max(self.tokens, tokens - tokens % self.pace.unit)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvferry.ids import TransferId
 from kvferry.protocol.messages import Mode
+from kvferry.protocol.prompt import PromptMark
 
 
 class Moment(Protocol):
@@ -25,6 +26,7 @@ class Expect:
     mode: Mode
     fan_out: int
     num_tokens: int = 0
+    prompt: PromptMark | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Abort:
 class Land:
     """D: blocks are allocated for tokens [start_token, end_token); equal means 'nothing needed, tell P'.
 
-    `host`, `port`: side channel of P's rank 0. `engine_id` '' and `tp_size` 0: the request didn't say.
+    `host`, `port`: side channel of P's rank 0. `engine_id` '' and `tp_size` 0: the request didn't say. `prompt`: digest
+    of the first `end_token` token ids, '' if they are not known.
     """
 
     transfer_id: TransferId
@@ -86,6 +89,7 @@ class Land:
     start_token: int
     end_token: int
     block_ids: tuple[int, ...]
+    prompt: str = ""
 
 
 @dataclass(frozen=True)

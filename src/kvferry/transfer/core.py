@@ -26,7 +26,6 @@ from kvferry.story import Story
 from kvferry.transfer import commands as cmd
 from kvferry.transfer.answers import Answers, Question
 from kvferry.transfer.areas import Areas
-from kvferry.transfer.audit import block_digests
 from kvferry.transfer.channel import Barred, Channel, Down, Got, Uninvited, Up
 from kvferry.transfer.door import Door
 from kvferry.transfer.endings import Endings
@@ -36,12 +35,14 @@ from kvferry.transfer.invariants import check_when_idle
 from kvferry.transfer.load import Load
 from kvferry.transfer.mover import mover_for
 from kvferry.transfer.openings import Openings
+from kvferry.transfer.pacing import pace
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import LOST, Post, Posts
 from kvferry.transfer.prober import Prober
 from kvferry.transfer.quarantine import Quarantine
 from kvferry.transfer.scatter import Scatterer
 from kvferry.transfer.stats import Recorder
+from kvferry.transfer.verify import Verifier
 
 log = logging.getLogger("kvferry.transfer")
 
@@ -102,6 +103,7 @@ class TransferCore:
         slots, mover, send = areas.staging, mover_for(layout.device), self._peers.send
         gatherer = Gatherer(slots, mover, fabric, send, clock)
         self._posts = Posts(identity, config, layout, fabric, gatherer, story, clock, self.stats)
+        self._verifier = Verifier(identity, layout, config, self._posts.share_with, story, clock, self.stats)
         self._scatterer = Scatterer(slots, mover, fabric, self._landings.register_of, send)
         most = int(config.quarantine_share * layout.num_blocks)
         holders = (self._posts, self._scatterer)
@@ -200,7 +202,7 @@ class TransferCore:
             now = self._clock()
             if isinstance(command, cmd.Expect):
                 self._requests.setdefault(command.transfer_id, command.request)
-                expect = (command.transfer_id, command.mode, command.fan_out, now, command.num_tokens)
+                expect = (command.transfer_id, command.mode, command.fan_out, now, command.num_tokens, command.prompt)
                 self._run(self._rendezvous.expect(*expect))
             elif isinstance(command, cmd.Ready | cmd.Grown):
                 self._waiting_moments.append(command)
@@ -252,6 +254,7 @@ class TransferCore:
         if self._requests.get(command.transfer_id) != command.request:
             return self._on_result(cmd.Rewound(command.request, command.transfer_id))
         self._waiting_moments = [one for one in self._waiting_moments if one.transfer_id != command.transfer_id]
+        self._verifier.rewound(command.transfer_id)
         return self._run(self._rendezvous.rewind(command.transfer_id, self._clock()))
 
     def _ready(self, command: cmd.Ready) -> None:
@@ -261,9 +264,7 @@ class TransferCore:
             return self._end(
                 cmd.Sent(command.request, command.transfer_id, False, "duplicate_transfer", reason), remember=False
             )
-        if self.config.audit:
-            digests = block_digests(self._layout, command.block_ids)
-            self._story.note(command.transfer_id, "audit", first_block=0, digests=digests)
+        self._verifier.audit(command.transfer_id, command.block_ids)
         now = self._clock()
         return self._run(self._rendezvous.ready(command.transfer_id, command.block_ids, command.num_tokens, now))
 
@@ -307,6 +308,7 @@ class TransferCore:
             return
         now = self._clock()
         lost = self._posts.drop(key)
+        self._verifier.gone(key)
         self._scatterer.lost(key)
         reached = self._posts.reach(peer.agent) or self._scatterer.reach(peer.agent)
         text = self._peers.cut(peer, reason, keep_agent=reached)
@@ -384,7 +386,10 @@ class TransferCore:
         elif peer is None:
             return
         elif isinstance(message, wire.Register):
-            self._run(self._rendezvous.register(key, message, now, self._posts.pace(peer)))
+            share, meter = self._posts.share_with("WRITE", peer), self._posts.meter
+            how = pace(self.config, self._layout, peer.layout, share, meter)
+            self._run(self._rendezvous.register(key, message, now, how))
+            self._verifier.foresee("WRITE", peer, message)
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
         elif isinstance(message, wire.Cancel):
@@ -424,13 +429,12 @@ class TransferCore:
             self._posts.gatherer.unstaged(peer.key, message)
 
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
-        """All WRITEs have completed, P says. If it is not what we registered for, it is no success."""
-        register, now = self._landings.register_of(message.reg_id, peer.key), self._clock()
-        wanted = None if register is None else self._posts.written_for(peer, register)
-        if wanted is not None and message.nbytes != wanted:
-            reason = f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"
-            return self._run(self._landings.failed(message.reg_id, "wrong_size", reason, now))
-        return self._run(self._landings.landed(message.reg_id, now))
+        """All WRITEs have completed, P says. If it is not what we registered for and P computed, it is no success."""
+        register = self._landings.register_of(message.reg_id, peer.key)
+        code, reason = self._verifier.fault(peer, register, message) if register is not None else ("", "")
+        if code:
+            return self._run(self._landings.failed(message.reg_id, code, reason, self._clock()))
+        return self._run(self._landings.landed(message.reg_id, self._clock()))
 
     def _abandon(self, key: str, question: wire.Abandon) -> None:
         known = self._rendezvous.is_open(question.transfer_id)
@@ -446,7 +450,7 @@ class TransferCore:
     def _run(self, todo: Iterable[rendezvous.Instruction | landing.Instruction]) -> None:
         for instruction in todo:
             if isinstance(instruction, instructions.Send):
-                self._peers.send(instruction.peer, instruction.message)
+                self._send(instruction.peer, instruction.message)
             elif isinstance(instruction, instructions.StartWrite):
                 self._post("WRITE", instruction.peer, instruction.register, instruction.block_ids, instruction.span)
             elif isinstance(instruction, landing.StartRead):
@@ -467,6 +471,12 @@ class TransferCore:
             else:
                 self._landed(instruction)
 
+    def _send(self, key: str, message: wire.Message) -> None:
+        self._peers.send(key, self._verifier.closing(key, message))
+        peer = self._peers.by_key.get(key)
+        if peer is not None:
+            self._verifier.said(peer, message, self._rendezvous.register_of)
+
     def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> None:
         peer = self._peers.by_key.get(key)
         if peer is None or peer.greeting is None:
@@ -479,6 +489,8 @@ class TransferCore:
             return self._gone(key, f"{op.lower()}_failed", str(error))
         if not posted:
             return self._ended(op, key, register.reg_id)
+        if op == "WRITE":
+            self._verifier.took(peer, register, source_block_ids, span)
         self._last_progress = self._driven_at = self._clock()
         return None
 
@@ -502,11 +514,9 @@ class TransferCore:
 
     def _landed(self, outcome: landing.Outcome) -> None:
         where = outcome.destination
-        if outcome.ok and self.config.audit:
-            first = where.start_token // self._layout.block_size
-            needed = -(-where.end_token // self._layout.block_size) - first
-            digests = block_digests(self._layout, where.block_ids[:needed])
-            self._story.note(where.transfer_id, "audit", first_block=first, digests=digests)
+        if outcome.ok:
+            first, end = where.start_token // self._layout.block_size, -(-where.end_token // self._layout.block_size)
+            self._verifier.audit(where.transfer_id, where.block_ids[: end - first], first)
         result = cmd.Received(where.request, where.transfer_id, outcome.ok, outcome.code, outcome.reason)
         self._end(result, remember=self._tells(where))
 

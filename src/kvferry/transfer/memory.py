@@ -37,6 +37,7 @@ class Copy:
         for _ in range(len(self.rows) if limit is None else min(limit, len(self.rows))):
             source, destination, nbytes = self.rows.popleft()
             ctypes.memmove(destination, source, nbytes)
+            self.owner._world.on_move(destination, nbytes)
         if not self.rows and self.note:
             self.target.notes.append((self.owner.name, self.note))
             self.note = b""
@@ -46,7 +47,8 @@ class MemoryWorld:
     """All fabrics that can reach each other.
 
     `on_post(op, owner's name, target's name)` may raise `FabricError` to refuse a post. `hold`: new copies wait for
-    the test to clear their `held`. `copies`: every copy in flight.
+    the test to clear their `held`. `copies`: every copy in flight. `on_move(address, nbytes)` is told what has just
+    arrived, and may damage it.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class MemoryWorld:
         self.copies: list[Copy] = []
         self.hold = False
         self.on_post: Callable[[Op, str, str], None] = lambda op, owner, target: None
+        self.on_move: Callable[[int, int], None] = lambda address, nbytes: None
         self._serial = itertools.count(1)
 
     def fabric(self, name: str) -> MemoryFabric:

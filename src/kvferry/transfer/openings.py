@@ -114,6 +114,8 @@ class Openings:
             end_token=land.end_token,
             block_ids=land.block_ids,
             peers=tuple(dict(peers).items()),
+            prompt=land.prompt,
+            verify=self._config.verify_kv,
         )
         return self._opened(destination)
 

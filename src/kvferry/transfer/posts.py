@@ -10,8 +10,8 @@ from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
 from kvferry.protocol.cost import LEAST_S, STAGED, CostMeter
 from kvferry.protocol.layout import HeadShare, fan_in
-from kvferry.protocol.plan import Plan, Route, total_bytes
-from kvferry.protocol.stream import Pace, Span
+from kvferry.protocol.plan import Plan, Route
+from kvferry.protocol.stream import Span
 from kvferry.story import Story
 from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
 from kvferry.transfer.gather import WORTH, Gatherer, StagedSpan
@@ -104,25 +104,6 @@ class Posts:
             src, dst = (self._layout, peer.layout) if op == "WRITE" else (peer.layout, self._layout)
             known = self._routes[op, peer.key] = peer.layout, None if share is None else Route(src, dst, share)
         return known[1]
-
-    def written_for(self, peer: Peer, register: wire.Register) -> int | None:
-        """Bytes that this P rank writes to us for a registration; None: none, since we read, or have nothing of it."""
-        share = self.share_with("READ", peer)
-        if register.mode == "pull" or share is None:
-            return None
-        return total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
-
-    def pace(self, peer: Peer) -> Pace:
-        """How a registration of that peer's is streamed."""
-        unit = max(self._layout.block_size, peer.layout.block_size)
-        share = self.share_with("WRITE", peer)
-        token_bytes = total_bytes(self._layout, peer.layout, share, 0, unit) / unit if share is not None else 0
-        if not token_bytes:
-            return Pace(unit)
-        worth = self._config.stream_chunk_bytes or self.meter.cost.least_bytes(self.meter.bytes_per_descriptor)
-        least = int(worth / token_bytes)
-        most = max(unit, int(self._config.stream_write_bytes / token_bytes) // unit * unit)
-        return Pace(unit, least, most, token_bytes)
 
     def start(self, op: Op, peer: Peer, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> bool:
         """Plan and post `span`; False if there is nothing to copy. `source_block_ids`: logical block 0 first.

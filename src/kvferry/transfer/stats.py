@@ -36,10 +36,11 @@ class Levels(msgspec.Struct, frozen=True, kw_only=True):
 
 class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One entry in `plan_s`, `post_s`, `wire_s` (seconds; `wire_s` from the begin of the post to completion), `nbytes`
-    and `descriptors` per completed post. `failed_posts`: those that ended badly, or with their peer. `ended`: side ->
-    outcome ('ok' or an error's code) -> transfers of this rank. One entry in `blocks` and `runs` per landing that takes
-    KV: its blocks, and how many stretches of neighbours they make. `levels`: by rank, absent where unchanged.
-    `turned_away`: reason -> connections and messages that the side channel did not take (`transfer/door.py`).
+    and `descriptors` per completed post. `failed_posts`: those that ended badly, or with their peer. `verify_s`: one
+    entry per registration that was digested, seconds. `ended`: side -> outcome ('ok' or an error's code) -> transfers
+    of this rank. One entry in `blocks` and `runs` per landing that takes KV: its blocks, and how many stretches of
+    neighbours they make. `levels`: by rank, absent where unchanged. `turned_away`: reason -> connections and messages
+    that the side channel did not take (`transfer/door.py`).
     """
 
     plan_s: list[float] = msgspec.field(default_factory=list)
@@ -48,6 +49,7 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     nbytes: list[int] = msgspec.field(default_factory=list)
     descriptors: list[int] = msgspec.field(default_factory=list)
     failed_posts: int = 0
+    verify_s: list[float] = msgspec.field(default_factory=list)
     ended: dict[Side, dict[str, int]] = msgspec.field(default_factory=dict)
     blocks: list[int] = msgspec.field(default_factory=list)
     runs: list[int] = msgspec.field(default_factory=list)
@@ -57,7 +59,8 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def eventless(self) -> bool:
         """Nothing happened; levels may have changed."""
-        return not (self.nbytes or self.failed_posts or self.ended or self.blocks or self.turned_away)
+        happened = (self.nbytes, self.failed_posts, self.ended, self.blocks, self.turned_away, self.verify_s)
+        return not any(happened)
 
     def count(self, side: Side, outcome: str, number: int = 1) -> None:
         outcomes = self.ended.setdefault(side, {})
@@ -71,6 +74,7 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.nbytes += later.nbytes
         self.descriptors += later.descriptors
         self.failed_posts += later.failed_posts
+        self.verify_s += later.verify_s
         for side, outcomes in later.ended.items():
             for outcome, number in outcomes.items():
                 self.count(side, outcome, number)
@@ -117,6 +121,12 @@ class Recorder:
             with self._lock:
                 self._open.failed_posts += posts
                 self._news = True
+
+    def verified(self, seconds: float) -> None:
+        """The KV of one registration was digested."""
+        with self._lock:
+            self._open.verify_s.append(seconds)
+            self._news = True
 
     def allocated(self, land: cmd.Land, block_size: int) -> dict[str, int]:
         """What a landing takes, as facts for its story: tokens, the blocks they need, and the runs those make."""

@@ -58,6 +58,7 @@ def a_job(**changes: Any) -> Job:
         "layer_groups": 1,
         "staging": "auto",
         "prefill_ms": None,
+        "verify": "full",
         "runs": 1,
         "seed": 3,
     }
@@ -95,6 +96,10 @@ def test_every_mode_tells_all_figures(tmp_path: Path, more: tuple[str, ...]) -> 
     assert_spread(facts["engine_thread_ms"], [max(both) for both in sides])
     assert_spread(facts["engine_thread"]["prefill_ms"], [p for p, _ in sides])
     assert_spread(facts["engine_thread"]["decode_ms"], [d for _, d in sides])
+    for side in ("prefill", "decode"):
+        took = [one[f"{side}_verify_ms"] for one in facts["runs"]["ours"]]
+        assert_spread(facts["verify"][f"{side}_ms"], took)
+        assert min(took) > 0
     seconds = "wire_ms" if streams else "landed_ms"
     assert_spread(facts["gb_per_s"], [BYTES / one[seconds] / 1e6 for one in ours])
     assert_spread(facts["floor"]["gb_per_s"], [BYTES / one["total_s"] / 1e9 for one in floor])
@@ -213,7 +218,7 @@ def sides() -> list[psutil.Process]:
 
 def test_a_wrong_byte_is_found() -> None:
     job = a_job()
-    with Pair(job.shape, job.layout, job.blocks) as pair:
+    with Pair(job.shape, job.layout, job.blocks, job.verify) as pair:
         bench = Bench(job, pair)
         pair.prefill.ask("fill", 1)
         tables = bench.tables()

@@ -26,6 +26,7 @@ class Request:
     max_tokens: int = 1
     num_computed_tokens: int = 0
     status: str = "FINISHED_LENGTH_CAPPED"
+    prompt_token_ids: list[int] | None = None
 
 
 @dataclass
