@@ -114,7 +114,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    how = {**PAIR, "extra_config": {"audit": True, "staging": "always", "staging_bytes": 1 << 20}}
+    how = {**PAIR, "extra_config": {**PAIR["extra_config"], "staging": "always", "staging_bytes": 1 << 20}}
     with deployed(tmp_path_factory.mktemp("caching"), vllm_args=(*ENGINE, "--enable-prefix-caching"), **how) as one:
         yield one
 

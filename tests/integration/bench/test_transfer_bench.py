@@ -76,8 +76,13 @@ def assert_spread(told: dict[str, float], truth: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [("--mode", "push"), ("--mode", "pull"), ("--mode", "stream", "--chunks", "5")],
-    ids=lambda more: more[1],
+    [
+        ("--mode", "push", "--staging", "off"),
+        ("--mode", "push", "--staging", "always"),
+        ("--mode", "pull"),
+        ("--mode", "stream", "--chunks", "5", "--staging", "off"),
+    ],
+    ids=lambda more: " ".join(more[1::2]),
 )
 def test_every_mode_tells_all_figures(tmp_path: Path, more: tuple[str, ...]) -> None:
     where = tmp_path / "out.json"
@@ -110,7 +115,10 @@ def test_every_mode_tells_all_figures(tmp_path: Path, more: tuple[str, ...]) -> 
     assert facts["bytes"] == BYTES == 16_384_000
     assert {one["descriptors"] for one in floor} == {1}
     assert facts["naive"]["descriptors"] == BLOCKS * 16 * 2
-    assert 16 < facts["descriptors"] < BLOCKS * 16
+    if "always" in more:
+        assert BYTES / (4 << 20) < facts["descriptors"] < 6, "slots"
+    else:
+        assert 16 < facts["descriptors"] < BLOCKS * 16
     assert facts["naive"]["op"] == ("READ" if "pull" in more else "WRITE")
     for one in ours:
         assert 0 < one["plan_ms"] < one["landed_ms"] and 0 < one["wire_ms"] <= one["landed_ms"]
@@ -218,7 +226,7 @@ def sides() -> list[psutil.Process]:
 
 def test_a_wrong_byte_is_found() -> None:
     job = a_job()
-    with Pair(job.shape, job.layout, job.blocks, job.verify) as pair:
+    with Pair(job.shape, job.layout, job.blocks, job.staging, job.verify) as pair:
         bench = Bench(job, pair)
         pair.prefill.ask("fill", 1)
         tables = bench.tables()
