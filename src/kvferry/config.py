@@ -45,7 +45,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     scattered by decode. 'auto': where that was faster, by what the transfers so far took."""
 
     staging_bytes: int = 64 << 20
-    """Size of that area, in each rank: 16 slots, 4 of them for one transfer at a time."""
+    """Size of that area, in each rank: 16 slots, 3 of them for one transfer at a time."""
 
     side_channel_host: str = ""
     """Address to listen on and to be reached at. Empty: $VLLM_NIXL_SIDE_CHANNEL_HOST, else 127.0.0.1."""

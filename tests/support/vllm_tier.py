@@ -28,6 +28,11 @@ class Reply:
         return list(self.body["choices"][0]["token_ids"])
 
 
+def asking() -> aiohttp.ClientSession:
+    """A connection for each request: a server may close one that was idle at the moment in which it is used again."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+
+
 def side_channel(engine: RunningEngine) -> tuple[str, int]:
     host, _, port = engine.side_channel.rpartition(":")
     return host, int(port)

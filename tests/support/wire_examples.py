@@ -58,7 +58,7 @@ EXAMPLES: list[wire.Message] = [
         stage_id=1, reg_id=2, start_token=0, end_token=7, first_plane=0, end_plane=None, slots=4, slot_bytes=2**21
     ),
     wire.StageLent(stage_id=1, slots=(2**47, 2**47 + 2**21)),
-    wire.Staged(stage_id=1, slot=3, first=256, count=256, source=2**47),
+    wire.Staged(stage_id=1, slot=3, first=256, count=256),
     wire.Unstaged(stage_id=1, slot=3),
     wire.Describe(),
     wire.Description(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.staging import Arrivals, Lane, Load, d_reads
+from kvferry.protocol.staging import Arrivals, Lane, Load
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.transfer.areas import SCRATCH_BYTES, Areas, Slots
 from kvferry.transfer.mover import HostMover, TorchMover
@@ -33,9 +33,6 @@ def test_every_piece_goes_once_whatever_the_order(pieces, per_slot, slots, data)
             assert load is not None and load.slot not in {*gathering, *writing, *away}
             assert 1 <= load.count <= per_slot
             gathering[load.slot] = load
-        elif what == "gathered" and d_reads(slot):
-            away[slot] = lane.offered(slot)
-            assert away[slot] == gathering.pop(slot)
         elif what == "gathered":
             assert lane.gathered(slot) == gathering.pop(slot)
             writing.add(slot)

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
-from vllm_tier import Legs, at_baseline, deployed, key_of, landing_params, metric, side_channel, source_params
+from vllm_tier import Legs, asking, at_baseline, deployed, key_of, landing_params, metric, side_channel, source_params
 
 from kvferry.errors import LaunchError
 from kvferry.ids import new_transfer_id
@@ -37,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 @pytest.fixture
 async def legs(pair: Deployment) -> AsyncIterator[Legs]:
     """Both engines must be well, and hold nothing, after every test."""
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, pair)
         yield legs
         await at_baseline(legs, legs.prefill, 2.0 + LEASE_S)
@@ -201,7 +200,7 @@ def test_dtypes_differ(tmp_path: Path) -> None:
     """C79: refused at the handshake, naming the field and both values; both engines go on."""
 
     async def check(deployment: Deployment) -> None:
-        async with aiohttp.ClientSession() as session:
+        async with asking() as session:
             legs = Legs(session, deployment)
             verdict = await fails(legs, landing_params(new_transfer_id(), "push", legs.prefill))
             assert verdict.code == "incompatible_engines"

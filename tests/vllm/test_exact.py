@@ -10,9 +10,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
-from vllm_tier import Legs, deployed, metric
+from vllm_tier import Legs, asking, deployed, metric
 
 from kvferry.launch.deployment import Deployment
 from kvferry.story import read_lines
@@ -53,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
     prompts = cold_prompts() + shared_prompts()
 
     async def ask_all(deployment: Deployment) -> dict[tuple[int, ...], list[int]]:
-        async with aiohttp.ClientSession() as session:
+        async with asking() as session:
             legs = Legs(session, deployment)
             gate = asyncio.Semaphore(8)
 
@@ -125,7 +124,7 @@ async def test_cold_prompts_eight_at_a_time(
 ) -> None:
     """C47 cold, C60: every length, with 8 requests in flight; P lets go of every transfer, well."""
     gate = asyncio.Semaphore(8)
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, cold)
 
         async def one(prompt: list[int]) -> tuple[str, int]:
@@ -162,7 +161,7 @@ async def metrics_agree_with_the_story(deployment: Deployment) -> None:
         "kvferry:open_landings": 0,
         "kvferry:posts_in_flight": 0,
     }
-    async with aiohttp.ClientSession() as session, asyncio.timeout(10.0):
+    async with asking() as session, asyncio.timeout(10.0):
         legs = Legs(session, deployment)
         while True:
             found = {
@@ -180,7 +179,7 @@ async def test_shared_prefixes(mode: str, expected: dict[tuple[int, ...], list[i
     # The salt makes a cache namespace of each mode, so that the second starts cold too.
     seen: list[list[int]] = []
     moved = {}
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, caching)
         for prompt in shared_prompts():
             transfer_id, first, second = await legs.transfer(mode, prompt, TOKENS, cache_salt=mode)

@@ -6,8 +6,7 @@ import asyncio
 import random
 from pathlib import Path
 
-import aiohttp
-from vllm_tier import Legs, deployed
+from vllm_tier import Legs, asking, deployed
 
 from kvferry.launch.deployment import Deployment
 from kvferry.story import read_story
@@ -15,7 +14,7 @@ from kvferry.story import read_story
 
 async def check(deployment: Deployment) -> None:
     rng = random.Random(3)
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, deployment)
         for length in (1, 33, 200, 700):
             prompt = [rng.randrange(100, 48_000) for _ in range(length)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from vllm_tier import Legs, at_baseline, deployed, key_of, landing_params, side_channel, source_params
+from vllm_tier import Legs, asking, at_baseline, deployed, key_of, landing_params, side_channel, source_params
 
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.launch.deployment import Deployment, RunningEngine
@@ -60,7 +60,7 @@ async def registered(legs: Legs, transfer_id: TransferId) -> None:
 
 async def kill_with_writes_in_flight(deployment: Deployment, who: str) -> None:
     transfer_id = new_transfer_id()
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, deployment)
         params = landing_params(transfer_id, "push", legs.prefill)
         landing = asyncio.create_task(legs.ask(legs.decode, PROMPT, 4, params))
@@ -86,7 +86,7 @@ async def kill_with_writes_in_flight(deployment: Deployment, who: str) -> None:
 
 
 async def works(deployment: Deployment) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, deployment)
         solo = await legs.ask(legs.prefill, PROMPT, 4)
         _, first, second = await legs.transfer("push", PROMPT, 4)

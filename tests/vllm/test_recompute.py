@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from vllm_tier import Legs, at_baseline, deployed, landing_params, side_channel, source_params
+from vllm_tier import Legs, asking, at_baseline, deployed, landing_params, side_channel, source_params
 
 from kvferry.ids import new_transfer_id
 from kvferry.launch.deployment import Deployment
@@ -40,7 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, flip: Path) -> Iterator[Deplo
 
 @pytest.fixture
 async def legs(pair: Deployment, flip: Path) -> AsyncIterator[Legs]:
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, pair)
         yield legs
         set_flip(flip, False)

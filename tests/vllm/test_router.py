@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from vllm_tier import deployed
+from vllm_tier import asking, deployed
 
 from kvferry.launch.deployment import Deployment
 
@@ -28,7 +28,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         yield session
 
 

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from vllm_tier import Legs, at_baseline, deployed, landing_params, source_params
+from vllm_tier import Legs, asking, at_baseline, deployed, landing_params, source_params
 
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.launch.deployment import Deployment
@@ -34,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @pytest.fixture
 async def legs(pair: Deployment) -> AsyncIterator[Legs]:
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, pair)
         yield legs
         await at_baseline(legs, legs.prefill, 10.0)

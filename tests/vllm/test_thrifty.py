@@ -7,8 +7,7 @@ import os
 import time
 from pathlib import Path
 
-import aiohttp
-from vllm_tier import Legs, deployed, key_of, landing_params, side_channel
+from vllm_tier import Legs, asking, deployed, key_of, landing_params, side_channel
 
 from kvferry.ids import new_transfer_id
 from kvferry.launch.deployment import Deployment
@@ -38,7 +37,7 @@ async def shares(pids: list[int]) -> dict[tuple[int, str], float]:
 
 
 async def check(deployment: Deployment, mode: str) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with asking() as session:
         legs = Legs(session, deployment)
         transfer_id = new_transfer_id()
         params = landing_params(transfer_id, mode, legs.prefill)

@@ -254,7 +254,7 @@ class FaultyFabric:
     def repost(self, handle: Hashable) -> None:
         begun = time.monotonic()
         self._fabric.repost(handle)
-        self._slow("WRITE", handle, begun)  # nothing else is posted again
+        self._slow("WRITE", handle, begun)  # only slots are posted again
 
     def _slow(self, op: Op, handle: Hashable, begun: float) -> None:
         fault = self._faults.slow

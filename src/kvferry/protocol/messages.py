@@ -221,13 +221,11 @@ class StageLent(StageStep, frozen=True):
 
 
 class Staged(StageStep, frozen=True):
-    """P -> D: pieces [first, first + count) of the span are in your slot `slot`, counted from 0; or they wait at
-    address `source` of my area, and you are to READ them."""
+    """P -> D: pieces [first, first + count) of the span are in your slot `slot`, counted from 0."""
 
     slot: Natural
     first: Natural
     count: Positive
-    source: Natural | None
 
 
 class Unstaged(StageStep, frozen=True):

@@ -2,8 +2,7 @@
 
 P gathers pieces into a slot of its registered area, WRITEs it in one piece to its twin in D's area and tells D; D
 scatters them and says so, and the two slots are free again. A few pairs of slots are a *lane*, so that gathering, wire
-and scattering overlap. D READs every other slot itself: where a processor copies and no adapter, each side does half.
-Both sides count the pieces of a span alike (`Route.source_pieces`, `Route.target_pieces`).
+and scattering overlap. Both sides count the pieces of a span alike (`Route.source_pieces`, `Route.target_pieces`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from enum import Enum, auto
 
 from kvferry.protocol.table import Table, UnexpectedEvent, transition
 
-SLOTS_PER_LANE = 4
+SLOTS_PER_LANE = 3
 
 
 class Slot(Enum):
@@ -23,7 +22,7 @@ class Slot(Enum):
     FREE = auto()
     GATHERING = auto()
     WRITING = auto()
-    AWAY = auto()  # D has yet to read it, or to scatter it
+    AWAY = auto()  # D has yet to scatter it
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class Gather:
 @dataclass(frozen=True)
 class Gathered:
     """They are there."""
-
-
-@dataclass(frozen=True)
-class Offered:
-    """They are there, and D shall read them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,6 @@ class Unstaged:
 SLOT_TABLE: Table = {
     (Slot.FREE, Gather): (Slot.GATHERING, ""),
     (Slot.GATHERING, Gathered): (Slot.WRITING, "write"),
-    (Slot.GATHERING, Offered): (Slot.AWAY, "tell"),
     (Slot.WRITING, Written): (Slot.AWAY, "tell"),
     (Slot.AWAY, Unstaged): (Slot.FREE, ""),
 }
@@ -67,11 +60,6 @@ class Load:
     slot: int
     first: int
     count: int
-
-
-def d_reads(slot: int) -> bool:
-    """Which slots D is to read; the others are written."""
-    return slot % 2 == 1
 
 
 class Lane:
@@ -102,9 +90,6 @@ class Lane:
 
     def gathered(self, slot: int) -> Load:
         return self._apply(slot, Gathered())
-
-    def offered(self, slot: int) -> Load:
-        return self._apply(slot, Offered())
 
     def written(self, slot: int) -> Load:
         return self._apply(slot, Written())

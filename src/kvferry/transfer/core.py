@@ -9,6 +9,7 @@ fabric driven.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ from kvferry.transfer.areas import Areas
 from kvferry.transfer.channel import Barred, Channel, Down, Got, Uninvited, Up
 from kvferry.transfer.door import Door
 from kvferry.transfer.endings import Endings
-from kvferry.transfer.fabric import Fabric, Op, PeerName
+from kvferry.transfer.fabric import Fabric, Op
 from kvferry.transfer.gather import Gatherer
 from kvferry.transfer.invariants import check_when_idle
 from kvferry.transfer.load import Load
@@ -104,7 +105,7 @@ class TransferCore:
         gatherer = Gatherer(slots, mover, fabric, send, clock)
         self._posts = Posts(identity, config, layout, fabric, gatherer, story, clock, self.stats)
         self._verifier = Verifier(identity, layout, config, self._posts.share_with, story, clock, self.stats)
-        self._scatterer = Scatterer(slots, mover, fabric, self._landings.register_of, send)
+        self._scatterer = Scatterer(slots, mover, self._landings.register_of, send)
         most = int(config.quarantine_share * layout.num_blocks)
         holders = (self._posts, self._scatterer)
         self._quarantine = Quarantine(most, config.lease_s, self._peers, self._landings, holders, fabric)
@@ -142,6 +143,8 @@ class TransferCore:
         if self._prober is not None:
             self._say(self._prober.ended())
         self._drive_fabric()
+        if timeout_s == 0.0:
+            os.sched_yield()  # the side channel's own thread may wait for this core
         self._tick()
         if self.config.debug_invariants:
             check_when_idle(self)
@@ -310,8 +313,7 @@ class TransferCore:
         lost = self._posts.drop(key)
         self._verifier.gone(key)
         self._scatterer.lost(key)
-        reached = self._posts.reach(peer.agent) or self._scatterer.reach(peer.agent)
-        text = self._peers.cut(peer, reason, keep_agent=reached)
+        text = self._peers.cut(peer, reason, keep_agent=self._posts.reach(peer.agent))
         for post in lost:
             if post.op == "WRITE":  # D hears why, if it can be reached
                 over, reg_id = not post.in_flight, post.register.reg_id
@@ -329,12 +331,8 @@ class TransferCore:
         """Nothing of it can arrive any more, wherever it was to go."""
         if post.op == "READ":
             self._run(self._landings.read_failed(post.register.reg_id, "P was lost meanwhile", self._clock()))
-        self._nothing_reaches(post.peer.agent)
-
-    def _nothing_reaches(self, agent: PeerName) -> None:
-        """Of a peer that was given up, if that is so of all that was in flight."""
-        if not self._posts.reach(agent) and not self._scatterer.reach(agent):
-            self._peers.nothing_reaches(agent)
+        if not self._posts.reach(post.peer.agent):
+            self._peers.nothing_reaches(post.peer.agent)
 
     def _peer_up(self, key: str) -> None:
         self._run(self._landings.connected(key, self._clock()))
@@ -421,10 +419,7 @@ class TransferCore:
         elif isinstance(message, wire.StageLent):
             self._posts.gatherer.lent(peer.key, message)
         elif isinstance(message, wire.Staged):
-            try:
-                self._scatterer.staged(peer, message)
-            except FabricError as error:
-                self._gone(peer.key, "read_failed", str(error))
+            self._scatterer.staged(peer, message)
         elif isinstance(message, wire.Unstaged):
             self._posts.gatherer.unstaged(peer.key, message)
 
@@ -553,11 +548,7 @@ class TransferCore:
             return
         self._peers.noted(self._fabric.progress())
         self._peers.drive()
-        for key in self._scatterer.peers():
-            try:
-                self._scatterer.drive(key)
-            except FabricError as error:
-                self._gone(key, "read_failed", str(error))
+        self._scatterer.drive()
         for post, code, reason in self._posts.poll():
             if code == LOST:
                 self._lost_is_over(post)
@@ -587,7 +578,6 @@ class TransferCore:
         self._run(self._rendezvous.tick(now))
         self._run(self._landings.tick(now, self._peers.may_write))
         self._openings.tick(now)
-        for agent in self._scatterer.tidy():
-            self._nothing_reaches(agent)
+        self._scatterer.tidy()
         self._peers.tick(now, self._wanted)
         self._run(self._quarantine.relieve(now, self._gone))

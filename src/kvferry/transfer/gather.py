@@ -14,7 +14,7 @@ import numpy as np
 from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
 from kvferry.protocol.plan import U64, Plan, Route
-from kvferry.protocol.staging import SLOTS_PER_LANE, Lane, Load, d_reads
+from kvferry.protocol.staging import SLOTS_PER_LANE, Lane, Load
 from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.transfer.areas import Slots
@@ -133,9 +133,6 @@ class Gatherer:
     def _gathered(self, span: StagedSpan, lane: Lane, load: Load) -> None:
         if not span.theirs:
             span.ready.append(load)
-        elif d_reads(load.slot):
-            lane.offered(load.slot)
-            self._tell(span, load, span.mine[load.slot])
         else:
             self._write(span, lane, load)
 
@@ -163,10 +160,8 @@ class Gatherer:
         if not self._fabric.check(span.handles[slot]):
             return
         span.writing.remove(slot)
-        self._tell(span, lane.written(slot), None)
-
-    def _tell(self, span: StagedSpan, load: Load, source: int | None) -> None:
-        told = wire.Staged(stage_id=span.stage_id, slot=load.slot, first=load.first, count=load.count, source=source)
+        load = lane.written(slot)
+        told = wire.Staged(stage_id=span.stage_id, slot=slot, first=load.first, count=load.count)
         self._send(span.peer.key, told)
 
     def stop(self, span: StagedSpan) -> None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvferry.errors import FabricError
 from kvferry.ids import RegistrationId
 from kvferry.protocol import messages as wire
 from kvferry.protocol.plan import U64, Route
@@ -20,7 +17,6 @@ from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.transfer.areas import Slots
 from kvferry.transfer.commands import Moment
-from kvferry.transfer.fabric import Fabric, Handle, PeerName
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.peers import Peer
 
@@ -37,8 +33,6 @@ class _Stage:
     piece_bytes: int
     slots: tuple[int, ...]
     arrivals: Arrivals
-    handles: dict[int, Handle] = field(default_factory=dict)  # of each slot's READ, posted again and again
-    reading: dict[int, Load] = field(default_factory=dict)
     copying: dict[int, Moment] = field(default_factory=dict)
 
 
@@ -49,11 +43,10 @@ class Scatterer:
         self,
         slots: Slots,
         mover: Mover,
-        fabric: Fabric,
         register_of: RegisterOf,
         send: Send,
     ) -> None:
-        self._slots, self._mover, self._fabric, self._register_of = slots, mover, fabric, register_of
+        self._slots, self._mover, self._register_of = slots, mover, register_of
         self._send = send
         self._open: dict[tuple[str, int], _Stage] = {}
         self._lost: list[_Stage] = []
@@ -87,90 +80,43 @@ class Scatterer:
         return self._send(peer.key, wire.StageLent(stage_id=ask.stage_id, slots=slots))
 
     def staged(self, peer: Peer, message: wire.Staged) -> None:
-        """Raises `UnexpectedEvent` for what is not to come, `FabricError` if it can't be read."""
+        """Raises `UnexpectedEvent` for what is not to come."""
         stage = self._open.get((peer.key, message.stage_id))
         if stage is None:
             raise UnexpectedEvent(f"Staged for stage {message.stage_id}, which is not open")
-        load = Load(message.slot, message.first, message.count)
-        stage.arrivals.take(load)
-        if message.source is None:
-            return self._scatter(stage, load)
-        if load.slot in stage.handles:
-            self._fabric.repost(stage.handles[load.slot])
-        else:
-            stage.handles[load.slot] = self._read(stage, load, message.source)
-        stage.reading[load.slot] = load
-        return self._drive(stage)  # over shared memory it is complete by now
-
-    def _read(self, stage: _Stage, load: Load, source: int) -> Handle:
-        mine, theirs, nbytes = (
-            np.array([value], dtype=np.uint64)
-            for value in (stage.slots[load.slot], source, load.count * stage.piece_bytes)
-        )
-        return self._fabric.post("READ", stage.peer.agent, mine, theirs, nbytes, stage.peer.layout.device)
-
-    def _scatter(self, stage: _Stage, load: Load) -> None:
+        stage.arrivals.take(Load(message.slot, message.first, message.count))
         moment = None
-        if self._register_of(stage.reg_id, stage.peer.key) is not None:  # else the blocks are no longer ours to write
-            pieces = stage.pieces[load.first : load.first + load.count]
-            moment = self._mover.scatter(stage.slots[load.slot], pieces, stage.piece_bytes)
+        if self._register_of(stage.reg_id, peer.key) is not None:  # else the blocks are no longer ours to write
+            pieces = stage.pieces[message.first : message.first + message.count]
+            moment = self._mover.scatter(stage.slots[message.slot], pieces, stage.piece_bytes)
         if moment is None:
-            self._unstaged(stage, load.slot)
+            self._unstaged(stage, message.slot)
         else:
-            stage.copying[load.slot] = moment
+            stage.copying[message.slot] = moment
 
-    def drive(self, peer: str) -> None:
-        """See which READs and copies are over. Raises `FabricError`."""
-        for where in [where for where in self._open if where[0] == peer]:
-            if where in self._open:
-                self._drive(self._open[where])
-
-    def peers(self) -> set[str]:
-        """Who has something under way here."""
-        return {key for (key, _), stage in self._open.items() if stage.reading or stage.copying}
-
-    def _drive(self, stage: _Stage) -> None:
-        for slot in [slot for slot in stage.reading if self._fabric.check(stage.handles[slot])]:
-            self._scatter(stage, stage.reading.pop(slot))
-        for slot in [slot for slot, moment in stage.copying.items() if moment.query()]:
-            del stage.copying[slot]
-            self._unstaged(stage, slot)
+    def drive(self) -> None:
+        """See which copies are over."""
+        for stage in [stage for stage in self._open.values() if stage.copying]:
+            for slot in [slot for slot, moment in stage.copying.items() if moment.query()]:
+                del stage.copying[slot]
+                self._unstaged(stage, slot)
 
     def _unstaged(self, stage: _Stage, slot: int) -> None:
-        if stage.arrivals.done and not stage.reading and not stage.copying:
+        if stage.arrivals.done and not stage.copying:
             self._close(stage)
         self._send(stage.peer.key, wire.Unstaged(stage_id=stage.stage_id, slot=slot))
 
     def lost(self, key: str) -> None:
-        """The peer is cut off: nothing more is read or scattered. Its numbers may come again, on a new connection."""
+        """The peer is cut off: nothing more is scattered. Its numbers may come again, on a new connection."""
         for where in [where for where in self._open if where[0] == key]:
             self._lost.append(self._open.pop(where))
 
-    def tidy(self) -> list[PeerName]:
-        """Take back what was lent for registrations that are over: P writes no more, and our READs have ended. Returns
-        the agents of lost peers whose slots came back."""
-        agents = []
+    def tidy(self) -> None:
+        """Take back what was lent for registrations that are over: P writes no more."""
         for stage in [*self._open.values(), *self._lost]:
-            if self._register_of(stage.reg_id, stage.peer.key) is None and self._at_rest(stage):
-                if stage in self._lost:
-                    agents.append(stage.peer.agent)
+            copying = any(not moment.query() for moment in stage.copying.values())
+            if self._register_of(stage.reg_id, stage.peer.key) is None and not copying:
                 self._close(stage)
-        return agents
-
-    def reach(self, agent: PeerName) -> bool:
-        """READs from that agent, whose peer was given up, are in flight."""
-        return any(stage.peer.agent == agent and stage.reading for stage in self._lost)
-
-    def _at_rest(self, stage: _Stage) -> bool:
-        for slot in list(stage.reading):
-            try:
-                over = self._fabric.check(stage.handles[slot])
-            except FabricError:
-                over = True
-            if over:
-                del stage.reading[slot]
-        stage.copying = {slot: moment for slot, moment in stage.copying.items() if not moment.query()}
-        return not stage.reading and not stage.copying
 
     def close(self) -> None:
         """Nothing can reach our agent any more, or it is not wanted."""
@@ -182,6 +128,4 @@ class Scatterer:
             self._lost.remove(stage)
         else:
             del self._open[stage.peer.key, stage.stage_id]
-        for handle in stage.handles.values():
-            self._fabric.release(handle)
         self._slots.give(stage.slots)

@@ -86,7 +86,9 @@ def test_chunks_wait_for_a_slow_network_and_become_one(house, engines):
     for number in range(9):
         grown(p, (number + 5,), 4 * number + 4)
         house.run(2)
-    assert len({copy.whole for copy in house.world.copies}) == len(house.world.copies) in (4, 8), "staged: 2 in each"
+    assert len({copy.whole for copy in house.world.copies}) == len(house.world.copies) in (4, 8), (
+        "staged: 2 slots in each"
+    )
     house.let_go()
     ready(p, blocks=tuple(range(5, 15)), tokens=40)
     house.run(30)

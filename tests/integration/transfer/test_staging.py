@@ -30,7 +30,7 @@ def begin(house, p, d, mode="push"):
     land(d, mode=mode)
     ready(p)
     house.run()
-    assert {copy.op for copy in house.world.copies} == {"WRITE", "READ"} and p.results == d.results == []
+    assert {copy.op for copy in house.world.copies} == {"WRITE"} and p.results == d.results == []
 
 
 def ours(p):
@@ -85,7 +85,7 @@ def test_a_decode_side_without_such_slots_is_written_to_directly(house, theirs):
 
 
 def test_more_transfers_than_lanes(house, engines):
-    """Four lanes; the fifth and sixth go directly."""
+    """Five lanes; the sixth goes directly."""
     p, d = engines
     house.world.hold = True
     for number in range(6):
@@ -134,13 +134,10 @@ def test_lost_in_the_middle_and_the_slots_come_back(house, engines, how):
     house.settled()
 
 
-@pytest.mark.parametrize("op", ["WRITE", "READ"])
-def test_a_copy_of_a_slot_that_fails_ends_the_transfer_on_both_sides(house, engines, op):
+def test_a_copy_of_a_slot_that_fails_ends_the_transfer_on_both_sides(house, engines):
     p, d = engines
     begin(house, p, d)
-    for copy in house.world.copies:
-        if copy.op == op:
-            copy.error = "broken"
+    house.world.copies[-1].error = "broken"
     house.let_go()
     house.wait(2.0)
     assert [one.ok for one in p.results + d.results] == [False, False]
@@ -191,7 +188,7 @@ ASK = {"stage_id": 77, "start_token": 0, "end_token": 8, "first_plane": 0, "end_
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Staged(stage_id=5, slot=0, first=0, count=1, source=None),
+        wire.Staged(stage_id=5, slot=0, first=0, count=1),
         wire.StageAsk(reg_id=1, slot_bytes=64, **{**ASK, "end_token": 99}),
         wire.StageAsk(reg_id=1, slot_bytes=64, **{**ASK, "start_token": 3}),
     ],
@@ -235,7 +232,7 @@ def test_nobody_stages_into_anothers_registration(house, engines):
     house.wait(35.0)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 99])
+@pytest.mark.parametrize("slots", [1, 4, 99])
 def test_a_decode_side_that_lends_another_number_is_cut_off(house, engines, slots):
     p, d = engines
     lie = wire.StageLent(stage_id=1, slots=tuple(range(4096, 4096 + 64 * slots, 64)))
