@@ -25,7 +25,7 @@ PROMPT = list(range(1000, 1600))
 SPEC = {
     "mode": "push",
     "env": {"UCX_TLS": "tcp,self"},
-    "extra_config": {"lease_s": LEASE_S, "debug_invariants": True},
+    "extra_config": {"lease_s": LEASE_S, "debug_invariants": True, "staging": "off"},  # staged, it would wait for slots
     "vllm_args": ("--block-size", "32", "--no-enable-prefix-caching"),
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_tier import Legs, asking, at_baseline, deployed, landing_params, side_channel, source_params
+from vllm_tier import Legs, asking, at_baseline, deployed, key_of, landing_params, side_channel, source_params
 
 from kvferry.ids import new_transfer_id
 from kvferry.launch.deployment import Deployment
@@ -68,7 +68,7 @@ async def test_a_flipped_byte_is_computed_anew(mode: str, legs: Legs, pair: Depl
         transfer_id, first, second = await legs.transfer(mode, prompt, TOKENS)
         assert (first.status, second.status) == (200, 200), (first.body, second.body)
         assert second.token_ids == solo.token_ids
-        verdict = await inquiry.why(*side_channel(legs.decode), transfer_id)
+        verdict = await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))
         assert verdict.state == ("failed" if bad else "ok")
         if bad:
             assert verdict.code == "kv_mismatch" and verdict.reason.startswith("layer 15, block "), verdict.reason
@@ -87,5 +87,5 @@ async def test_another_prompt_under_the_same_id_is_computed_on_d(legs: Legs) -> 
     )
     assert (first.status, second.status) == (200, 200), (first.body, second.body)
     assert second.token_ids == solo.token_ids
-    verdict = await inquiry.why(*side_channel(legs.decode), transfer_id)
+    verdict = await inquiry.why(*side_channel(legs.decode), transfer_id, key=key_of(legs.decode))
     assert verdict.code == "prompt_mismatch" and "the first 199 token ids differ" in verdict.reason
