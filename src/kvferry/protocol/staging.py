@@ -73,6 +73,11 @@ class Lane:
         self._taken = self._unstaged = 0
 
     @property
+    def loads(self) -> int:
+        """How many slots it fills in all."""
+        return -(-self._pieces // self._per_slot)
+
+    @property
     def done(self) -> bool:
         """D has scattered everything."""
         return self._unstaged == self._pieces

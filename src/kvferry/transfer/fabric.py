@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import FabricError
+
 Op = Literal["WRITE", "READ"]
 PeerName = str
 Handle = Hashable
@@ -72,6 +74,14 @@ class Fabric(Protocol):
 
     def close(self) -> None:
         """Deregister everything. Idempotent."""
+
+
+def has_ended(fabric: Fabric, handle: Handle) -> bool:
+    """`check`, where it is all one whether it went well."""
+    try:
+        return fabric.check(handle)
+    except FabricError:
+        return True
 
 
 MakeFabric = Callable[[str], Fabric]

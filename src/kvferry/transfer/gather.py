@@ -1,6 +1,6 @@
 """P's side of staging: spans that are gathered into slots, written there, and scattered by D.
 
-Owned by the core's thread. One `Staged` object per span; `Posts` keeps it among its posts and drives it.
+Owned by the core's thread. One `StagedSpan` per span; `Posts` keeps it among its posts and drives it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.errors import FabricError
 from kvferry.protocol import messages as wire
 from kvferry.protocol.plan import U64, Plan, Route
 from kvferry.protocol.staging import SLOTS_PER_LANE, Lane, Load
@@ -19,7 +18,7 @@ from kvferry.protocol.stream import Span
 from kvferry.protocol.table import UnexpectedEvent
 from kvferry.transfer.areas import Slots
 from kvferry.transfer.commands import Moment
-from kvferry.transfer.fabric import Fabric, Handle
+from kvferry.transfer.fabric import Fabric, Handle, has_ended
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.peers import Peer
 
@@ -39,7 +38,6 @@ class StagedSpan:
     piece_bytes: int
     mine: tuple[int, ...]
     lane: Lane
-    copies: int  # of slots, in all
     theirs: tuple[int, ...] = ()  # none yet: slots are gathered, and wait in `ready`
     ready: list[Load] = field(default_factory=list)
     refused: bool = False
@@ -76,8 +74,8 @@ class Gatherer:
             return None
         pieces = route.source_pieces(block_ids, span)
         per_slot = self._slots.slot_bytes // route.piece_bytes
-        lane, copies = Lane(len(pieces), per_slot, len(mine)), -(-len(pieces) // per_slot)
-        made = StagedSpan(next(self._numbers), peer, pieces, route.piece_bytes, mine, lane, copies)
+        lane = Lane(len(pieces), per_slot, len(mine))
+        made = StagedSpan(next(self._numbers), peer, pieces, route.piece_bytes, mine, lane)
         self._open[peer.key, made.stage_id] = made
         question = wire.StageAsk(
             stage_id=made.stage_id,
@@ -172,13 +170,7 @@ class Gatherer:
 
     def ended(self, span: StagedSpan) -> bool:
         """Whether nothing of a stopped span is in flight any more, well or not."""
-        for slot in sorted(span.writing):
-            try:
-                over = self._fabric.check(span.handles[slot])
-            except FabricError:
-                over = True
-            if over:
-                span.writing.remove(slot)
+        span.writing = {slot for slot in span.writing if not has_ended(self._fabric, span.handles[slot])}
         return not span.writing
 
     def close(self, span: StagedSpan) -> None:

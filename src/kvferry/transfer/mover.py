@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.protocol.plan import U64
 from kvferry.transfer.commands import Moment
+from kvferry.transfer.raw import device_array, host_array
 
 
 class Mover(Protocol):
@@ -91,8 +92,8 @@ class TorchMover:
         def rows(address: int, count: int, row_bytes: int) -> Any:
             shape = (count, row_bytes // word)
             if self._stream is None:
-                return self._torch.from_numpy(np.asarray(_Memory(address, shape, typestr)))
-            return self._torch.as_tensor(_DeviceMemory(address, shape, typestr), device=self._device)
+                return self._torch.from_numpy(host_array(address, shape, typestr))
+            return device_array(address, shape, typestr, self._device)
 
         return rows
 
@@ -101,23 +102,9 @@ def mover_for(device: str) -> Mover:
     return HostMover() if device == "cpu" else TorchMover(device)
 
 
-class _Memory:
-    """Raw memory in numpy's array interface."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
-
-
-class _DeviceMemory:
-    """The same of a GPU."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
-
-
 def _host_rows(address: int, count: int, nbytes: int) -> NDArray[np.void]:
     """(count,) items of `nbytes` bytes each."""
-    return np.asarray(_Memory(address, (count,), f"|V{nbytes}"))
+    return host_array(address, (count,), f"|V{nbytes}")
 
 
 def _grids(

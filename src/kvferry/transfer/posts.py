@@ -13,7 +13,7 @@ from kvferry.protocol.layout import HeadShare, fan_in
 from kvferry.protocol.plan import Plan, Route
 from kvferry.protocol.stream import Span
 from kvferry.story import Story
-from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName
+from kvferry.transfer.fabric import Fabric, Handle, Op, PeerName, has_ended
 from kvferry.transfer.gather import WORTH, Gatherer, StagedSpan
 from kvferry.transfer.peers import Identity, Peer
 from kvferry.transfer.stats import Recorder
@@ -193,7 +193,7 @@ class Posts:
             return False
         done = self.gatherer.drive(staged)
         if staged.theirs and not post.descriptors:
-            post.descriptors = staged.copies
+            post.descriptors = staged.lane.loads
             self._note_posted(post)
         return done and not staged.stopped
 
@@ -224,10 +224,7 @@ class Posts:
     def _is_over(self, post: Post) -> bool:
         if post.staged is not None:
             return self.gatherer.ended(post.staged)
-        try:
-            return self._fabric.check(post.handle)
-        except FabricError:
-            return True
+        return has_ended(self._fabric, post.handle)
 
     def _release(self, post: Post) -> None:
         if post.staged is not None:

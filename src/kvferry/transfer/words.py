@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvferry.errors import ConfigError
 from kvferry.protocol.digest import U64, Read, row_sums, within_token, word_type
 from kvferry.protocol.messages import Layout
+from kvferry.transfer.raw import device_array, host_array
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,8 @@ def reader(layout: Layout) -> Read:
     """Raises `ConfigError` for device memory that can't be read in words."""
     if layout.device == "cpu":
         return HostWords(layout).sums
-    import torch
-
     lowest, end = extent(layout)
-    memory = torch.as_tensor(_CudaArray(lowest, end - lowest), device=layout.device)
-    return DeviceWords(layout, memory).sums
+    return DeviceWords(layout, device_array(lowest, (end - lowest,), "|u1", layout.device)).sums
 
 
 def extent(layout: Layout) -> tuple[int, int]:
@@ -52,31 +50,6 @@ def extent(layout: Layout) -> tuple[int, int]:
 def aligned(layout: Layout, itemsize: int) -> bool:
     numbers = (number for p in layout.planes for number in (p.base, p.block_stride, p.head_stride))
     return all(number % itemsize == 0 for number in numbers)
-
-
-class _Array:
-    """Memory as numpy takes it from others."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], kind: str) -> None:
-        self.__array_interface__ = {
-            "data": (address, True),
-            "shape": shape,
-            "strides": strides,
-            "typestr": kind,
-            "version": 3,
-        }
-
-
-class _CudaArray:
-    """Bytes of a device as torch takes them from others."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 class HostWords:
@@ -106,7 +79,7 @@ class HostWords:
         word = word_type(token_bytes)
         step = word.itemsize if aligned(self._layout, word.itemsize) else 1
         shape = ((self._end - self._lowest - row_bytes) // step + 1, row_bytes // word.itemsize)
-        return np.asarray(_Array(self._lowest, shape, (step, word.itemsize), word.str)), step
+        return host_array(self._lowest, shape, word.str, (step, word.itemsize), read_only=True), step
 
 
 class DeviceWords:
