@@ -69,7 +69,6 @@ class Router:
         self._beside: set[asyncio.Task[None]] = set()
 
     async def life(self, app: web.Application) -> AsyncIterator[None]:
-        await self.services.upstream.start()
         self.services.pool.start()
         yield
         await self.services.pool.close()
@@ -78,7 +77,7 @@ class Router:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await self.services.upstream.close()
+        self.services.upstream.close()
         self.services.story.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import get_args
 
 import msgspec
+import uvloop
 from aiohttp import web
 
 from kvferry.auth import KEY_HELP
@@ -145,5 +146,5 @@ async def _serve(config: RouterConfig) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError`: the caller prints it in one line and exits 1."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    asyncio.run(_serve(config_of(args)))
+    uvloop.run(_serve(config_of(args)))
     return 0

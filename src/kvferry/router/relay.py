@@ -1,4 +1,8 @@
-"""D's answer -> the client: bytes as they came, at the pace of the slower side; a break ends in one error event."""
+"""D's answer -> the client: bytes as they came, at the pace of the slower side; a break ends in one error event.
+
+A piece goes to the client's socket in the callback that read it from D's. Only where the client is slower than D does a
+task wait between the two; D's socket isn't read meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,12 @@ from aiohttp import web
 from kvferry.errors import KVFerryError
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.replies import LegFailed, error_event
-from kvferry.router.upstream import read_some, returned
+from kvferry.router.upstream import pipe, read_some, returned
 
 LAST_WORDS_S = 5.0
 """A client that does not even take the error event within this long is given up."""
+SLOW_BYTES = 64 * 1024
+"""What may wait for the client before D is no longer read."""
 
 
 async def relay(
@@ -31,21 +37,31 @@ async def relay(
     response.headers.update(headers)
     await response.prepare(request)
     failure: KVFerryError | None = None
+    url, source = exchange.decode.url, answer.response
+    out = _Out(request, response)
+
+    def sink(piece: bytes) -> bool:
+        out.write(piece)
+        if exchange.saw(watcher, piece):
+            first_token()
+        return not out.full
+
     try:
         async with asyncio.timeout_at(deadline):
             await response.write(answer.head)
             if watcher.first_data is not None:
                 first_token()
-            while chunk := await read_some("decode", exchange.decode.url, answer.response):
-                seen = exchange.saw(watcher, chunk)
-                await response.write(chunk)
-                if seen:
-                    first_token()
-        if not watcher.done and not _framed(answer):
+            while await pipe("decode", url, source, sink):
+                while out.full and (piece := await read_some("decode", url, source)):
+                    seen = exchange.saw(watcher, piece)
+                    await response.write(piece)
+                    if seen:
+                        first_token()
+        if not watcher.done and not source.framed:
             failure = LegFailed(
-                f"decode engine {exchange.decode.url} closed its stream before the end",
+                f"decode engine {url} closed its stream before the end",
                 side="decode",
-                peer=exchange.decode.url,
+                peer=url,
             )
     except LegFailed as error:
         failure = error
@@ -62,7 +78,21 @@ async def relay(
     return response, failure
 
 
-def _framed(answer: Answer) -> bool:
-    """The end of the body was told by its framing, so a missing part would have been an error."""
-    headers = answer.response.headers
-    return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
+class _Out:
+    """Writes to the client without a task switch, framed as `response` was announced."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("the client left")
+        self._transport: asyncio.WriteTransport = transport
+        self._chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"
+
+    @property
+    def full(self) -> bool:
+        return self._transport.get_write_buffer_size() > SLOW_BYTES
+
+    def write(self, piece: bytes) -> None:
+        """To a client that left it goes nowhere; its handler is being cancelled."""
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
