@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -12,14 +13,14 @@ from typing import get_args
 
 import msgspec
 import uvloop
-from aiohttp import web
 
 from kvferry.auth import KEY_HELP
 from kvferry.errors import unknown_name
 from kvferry.listener import bind, not_listening, runner, url_of
-from kvferry.router.app import SERVICES, build_app
+from kvferry.router.app import GENERATE, ROUTER, build_app
 from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.pool import Pool
+from kvferry.router.server import Server
 from kvferry.router.spec import parse_spec
 
 SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
@@ -103,6 +104,14 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
     return config
 
 
+def calm_collector() -> None:
+    """What lives for good is never looked at again, and what requests leave behind is looked at more rarely: with the
+    interpreter's own thresholds a collection stops all streams for tens of milliseconds now and then."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 class Running:
     """A router that listens; `async with`. For `run` and for tests."""
 
@@ -110,11 +119,13 @@ class Running:
         self._config = config
         self._app = build_app(config)
         self._runner = runner(self._app, DRAIN_S)
+        self._server: Server
+        self._listening: asyncio.Server
         self.url = ""
 
     @property
     def pool(self) -> Pool:
-        return self._app[SERVICES].pool
+        return self._app[ROUTER].services.pool
 
     async def __aenter__(self) -> Running:
         """Raises `ConfigError` if the address cannot be bound."""
@@ -126,11 +137,17 @@ class Running:
             listener.close()
             raise not_listening(host, port, error) from None
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        general = self._runner.server
+        assert general is not None
+        handle = self._app[ROUTER].generate
+        self._server = Server(frozenset(GENERATE), handle, general, self._config.max_body_bytes)
+        self._listening = await asyncio.get_running_loop().create_server(self._server, sock=listener)
         self.url = url_of(listener)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._listening.close()
+        await self._server.close(DRAIN_S)
         await self._runner.cleanup()
 
 
@@ -146,5 +163,6 @@ async def _serve(config: RouterConfig) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError`: the caller prints it in one line and exits 1."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    calm_collector()
     uvloop.run(_serve(config_of(args)))
     return 0

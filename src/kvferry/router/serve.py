@@ -20,6 +20,7 @@ from kvferry.router.openai import Plan, Route
 from kvferry.router.pool import Engine
 from kvferry.router.relay import relay
 from kvferry.router.replies import LegFailed, Refusal, error_response
+from kvferry.router.server import Request, Stream
 from kvferry.router.services import Services
 from kvferry.router.upstream import returned
 
@@ -29,7 +30,7 @@ log = logging.getLogger("kvferry.router")
 class Generation:
     """One request of one client. Made, run once, dropped."""
 
-    def __init__(self, services: Services, route: Route, request: web.Request) -> None:
+    def __init__(self, services: Services, route: Route, request: Request) -> None:
         self._services = services
         self._route: Route = route
         self._request = request
@@ -44,7 +45,7 @@ class Generation:
     def transfer_ids(self) -> str:
         return ",".join(exchange.transfer_id for exchange in self._exchanges)
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> web.Response | Stream:
         """The reply, sent already if it was a stream. Only the client's leaving comes out as an exception."""
         raw = await self._request.read()
         failure = "internal error"
