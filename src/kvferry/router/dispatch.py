@@ -10,7 +10,6 @@ it closes what is still open - which aborts that leg in its engine - and tells P
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -20,7 +19,7 @@ import msgspec
 
 from kvferry.errors import PeerUnreachable, TransferTimeout
 from kvferry.ids import TransferId, new_transfer_id
-from kvferry.router import explain
+from kvferry.router import explain, wire
 from kvferry.router.connection import Response
 from kvferry.router.dialect import Dialect, Params, Source
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
@@ -282,7 +281,7 @@ class Exchange:
 
     async def _post(self, engine: Engine, body: Body) -> Response:
         """A 200, its body unread. Raises `LegFailed`."""
-        raw = json.dumps(body, separators=(",", ":")).encode()
+        raw = wire.dumps(body, self._plan.plain)
         try:
             response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, self._headers)
         except LegFailed as error:
@@ -307,7 +306,7 @@ class Exchange:
 
 def _object(raw: bytes) -> Body | None:
     try:
-        body = json.loads(raw)
+        body, _ = wire.loads(raw)
     except ValueError:
         return None
     return body if isinstance(body, dict) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import time
 import uuid
@@ -14,7 +13,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
-from kvferry.router import merge, openai
+from kvferry.router import merge, openai, wire
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.openai import Plan, Route
 from kvferry.router.pool import Engine
@@ -85,13 +84,13 @@ class Generation:
 
     def _plan(self, raw: bytes) -> Plan:
         try:
-            body = json.loads(raw)
+            body, plain = wire.loads(raw)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, "invalid_json", f"the body is not JSON: {error}") from None
         dialect = self._services.dialect
         if dialect is None:
-            return openai.untouched(self._route, body)
-        plan = openai.read(self._route, body)
+            return openai.untouched(self._route, body, plain)
+        plan = openai.read(self._route, body, plain)
         dialect.refuse(plan)
         return plan
 
