@@ -16,7 +16,7 @@ PARAMS = {"transfer_id": "T"}
 
 def legs(route: openai.Route, body: dict[str, Any]) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
     plan = openai.read(route, body)
-    return plan, openai.prefill_body(plan, plan.parts[0], PARAMS), openai.decode_body(plan.parts[0], PARAMS)
+    return plan, openai.prefill_body(plan, plan.parts[0], PARAMS), openai.decode_body(plan, plan.parts[0], PARAMS)
 
 
 def test_c01_limits_per_route() -> None:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvferry.errors import KVFerryError
 from kvferry.router.dispatch import Answer, Exchange
+from kvferry.router.edits import Edits
 from kvferry.router.replies import LegFailed, error_event
 from kvferry.router.upstream import read_some, returned
 
@@ -23,6 +24,7 @@ async def relay(
     headers: dict[str, str],
     deadline: float | None,
     first_token: Callable[[], None],
+    edits: Edits | None = None,
 ) -> tuple[web.StreamResponse, KVFerryError | None]:
     """What was sent, and the failure that cut it, if one did. Raises `ConnectionError` if the client is gone."""
     watcher = answer.watcher
@@ -33,20 +35,22 @@ async def relay(
     failure: KVFerryError | None = None
     try:
         async with asyncio.timeout_at(deadline):
-            await response.write(answer.head)
+            head = answer.head if edits is None or edits.plain(answer.head) else await edits.take(answer.head)
+            if head:
+                await response.write(head)
             if watcher.first_data is not None:
                 first_token()
             while chunk := await read_some("decode", exchange.decode.url, answer.response):
                 seen = exchange.saw(watcher, chunk)
-                await response.write(chunk)
+                if edits is not None and not edits.plain(chunk):
+                    chunk = await edits.take(chunk)
+                if chunk:
+                    await response.write(chunk)
                 if seen:
                     first_token()
-        if not watcher.done and not _framed(answer):
-            failure = LegFailed(
-                f"decode engine {exchange.decode.url} closed its stream before the end",
-                side="decode",
-                peer=exchange.decode.url,
-            )
+        if edits is not None and (rest := edits.rest()):
+            await response.write(rest)
+        failure = ended(exchange, answer)
     except LegFailed as error:
         failure = error
     except TimeoutError:
@@ -60,6 +64,14 @@ async def relay(
             raise ConnectionResetError("the client takes nothing") from None
     await response.write_eof()
     return response, failure
+
+
+def ended(exchange: Exchange, answer: Answer) -> LegFailed | None:
+    """What is wrong with the end of a stream that was read to it."""
+    if (answer.watcher is not None and answer.watcher.done) or _framed(answer):
+        return None
+    message = f"decode engine {exchange.decode.url} closed its stream before the end"
+    return LegFailed(message, side="decode", peer=exchange.decode.url)
 
 
 def _framed(answer: Answer) -> bool:

@@ -35,7 +35,6 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     "expect",
     # said anew for the body that is really sent
     "content-length",
-    "content-type",
     "content-encoding",
     "accept-encoding",
     # the rank must be the one that the transfer names
@@ -62,7 +61,6 @@ def forwarded(headers: Mapping[str, str], api_key: str) -> CIMultiDict[str]:
     out = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
     if api_key and "Authorization" not in out:
         out["Authorization"] = f"Bearer {api_key}"
-    out["Content-Type"] = "application/json"
     out["Accept-Encoding"] = "identity"
     return out
 
@@ -127,6 +125,18 @@ class Upstream:
             raise broken(side, base, error) from error
         try:
             return await self._fresh.post(base + route, data=body, headers=headers, allow_redirects=False)
+        except _ALL as error:
+            raise broken(side, base, error) from error
+
+    async def pass_on(
+        self, side: str, base: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """A request of any kind, sent once; the response once its head is there. Raises `LegFailed`."""
+        assert self._fresh is not None
+        try:
+            return await self._fresh.request(
+                method, base + path, data=body or None, headers=headers, allow_redirects=False
+            )
         except _ALL as error:
             raise broken(side, base, error) from error
 
