@@ -412,7 +412,8 @@ class Server:
             return _failed(str(error))
         except web.HTTPException as error:
             body = error_body(error.reason, error.reason, error.status)
-            return web.Response(status=error.status, body=body, content_type="application/json")
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            return web.Response(status=error.status, body=body, content_type="application/json", headers=allow)
 
     def _allowed(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvferry.errors import KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
-from kvferry.router import openai, passage
+from kvferry.router import edits, openai, passage
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import dialect_of
 from kvferry.router.openai import Route
@@ -125,7 +125,8 @@ class Router:
             generation.log_line(status)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": self.services.pool.model_entries()})
+        body = edits.dump({"object": "list", "data": self.services.pool.model_entries()})
+        return web.Response(body=body, content_type="application/json")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 when each role that this mode needs has a ready engine."""

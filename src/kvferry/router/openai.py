@@ -112,7 +112,7 @@ def read(route: Route, body: object) -> Plan:
         echo=echo,
         usage=usage,
         fields=fields,
-        parts=tuple(clean | {"prompt": prompt} for prompt in prompts) if len(prompts) > 1 else (clean,),
+        parts=tuple(clean | {"prompt": [prompt]} for prompt in prompts) if len(prompts) > 1 else (clean,),
     )
 
 

@@ -26,6 +26,8 @@ def _correct(body: Body, prefill: Body, streamed: bool) -> bool:
     name = next((name for name in _DETAILS if name in usage), None)
     said = next((ours[name] for name in _DETAILS if isinstance(ours, dict) and isinstance(ours.get(name), dict)), None)
     theirs = usage.get(name) if name is not None else None
+    if streamed and not isinstance(theirs, dict):
+        return False  # of the counts in mid-stream only the tokens are told
     if said is None:
         if not isinstance(theirs, dict) or name is None:
             return False

@@ -191,7 +191,7 @@ async def test_c06_several_prompts_are_several_transfers(mode: str) -> None:
         status, headers, raw = await pair.complete(prompt=["alpha", "beta"], n=2)
         assert status == 200
         reply = json.loads(raw)
-        assert [choice["text"] for choice in reply["choices"]] == ['"alpha"', '"alpha"', '"beta"', '"beta"']
+        assert [choice["text"] for choice in reply["choices"]] == ['["alpha"]', '["alpha"]', '["beta"]', '["beta"]']
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
         assert reply["usage"] == {
             "prompt_tokens": 6,
@@ -210,7 +210,7 @@ async def test_c06_several_prompts_are_several_transfers(mode: str) -> None:
 
 async def test_c06_one_failed_prompt_fails_the_request() -> None:
     async def script(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == "beta":
+        if call.body["prompt"] == ["beta"]:
             return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
         return await prefill_ok(call)
 
@@ -238,7 +238,7 @@ async def test_c06_several_prompts_in_one_stream() -> None:
         for event in events[:-1]:
             (choice,) = event["choices"]
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        assert texts == {0: "[1, 2]!", 1: "[3]!", 2: "[4]!"}
+        assert texts == {0: "[[1, 2]]!", 1: "[[3]]!", 2: "[[4]]!"}
         assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 6
         ids = {call.params["transfer_id"] for call in pair.p.calls}
         assert len(ids) == 3 == len(pair.d.calls) and set(headers["x-kvferry-transfer-id"].split(",")) == ids
@@ -253,7 +253,7 @@ async def test_c06_a_prompt_that_breaks_ends_the_stream_of_all() -> None:
     async def decode(call: Call) -> web.StreamResponse:
         response = await begin_stream(call)
         await response.write(event(str(call.body["prompt"])))
-        if call.body["prompt"] == "beta":
+        if call.body["prompt"] == ["beta"]:
             assert call.request.transport is not None
             call.request.transport.abort()
         await never.wait()
@@ -265,7 +265,7 @@ async def test_c06_a_prompt_that_breaks_ends_the_stream_of_all() -> None:
         last = raw.decode().split("\n\n")[-2]
         assert status == 200 and b"[DONE]" not in raw
         assert json.loads(last.removeprefix("data: "))["error"]["side"] == "decode"
-        alpha = next(call for call in pair.d.calls if call.body["prompt"] == "alpha")
+        alpha = next(call for call in pair.d.calls if call.body["prompt"] == ["alpha"])
         async with asyncio.timeout(1):
             await alpha.cancelled.wait()
 
