@@ -37,7 +37,7 @@ POST = (
 )
 """Text and tokens, and what an engine computes without a token to decode. Routes that steer an engine are not here."""
 GET = ("/version", "/tokenizer_info")
-STORED = re.compile(r"/v1/responses/[^/]+(/cancel)?")
+STORED = re.compile(r"/v1/responses/[A-Za-z0-9_-]+(/cancel)?")
 """Of a response that some decode engine stored."""
 
 
@@ -72,7 +72,10 @@ async def stored(services: Services, request: web.Request) -> web.StreamResponse
 
 
 async def in_its_words(services: Services, request: web.Request, raw: bytes) -> web.StreamResponse:
-    """An engine's refusal of a body that is no request. Raises `Refusal` where it says nothing, or takes it."""
+    """An engine's refusal of a body that is no request. Raises `Refusal` where it says nothing, or takes it; also where
+    it may name a peer, since an engine may read what we could not."""
+    if b"transfer_params" in raw or b"\\u" in raw:
+        raise Refusal(400, "invalid_json", "the body is not a JSON object")
     try:
         engine = services.pool.pick("decode", None)
         response = await services.upstream.pass_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 
 import pytest
 from aiohttp import web
@@ -426,6 +427,79 @@ async def test_c34_the_clients_request_id_pairs_nothing() -> None:
         assert not any("dup" in json.dumps(call.body) for call in (*pair.p.calls, *pair.d.calls))
 
 
+async def test_c37_engines_that_name_requests_as_they_like() -> None:
+    """C37: P and D pair by the transfer id alone; whatever they add to a request's id is theirs."""
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        return prefilled(call, id=f"cmpl-{call.headers['X-Request-Id']}-0-{uuid.uuid4().hex[:8]}")
+
+    async with serving() as pair:
+        pair.p.script = prefill
+        for _ in range(3):
+            status, _, _ = await pair.post(COMPLETIONS, {"model": MODEL, "prompt": "a"}, X_Request_Id="a-0-1-b")
+            assert status == 200
+        for p, d in zip(pair.p.calls, pair.d.calls, strict=True):
+            assert p.params["transfer_id"] == d.params["transfer_id"]
+            assert p.headers["X-Request-Id"] == d.headers["X-Request-Id"] == "a-0-1-b"
+            assert b"a-0-1-b" not in p.raw + d.raw
+        assert len({call.params["transfer_id"] for call in pair.p.calls}) == 3
+
+
+async def test_c44_prefill_ends_by_its_length_only() -> None:
+    """C44: a stop that is P's one token would end it otherwise than by length, and the KV with it."""
+    async with serving() as pair:
+        ends = {"stop_token_ids": [5], "stop": ["x"], "include_stop_str_in_output": True, "ignore_eos": False}
+        status, _, _ = await pair.complete(**ends)
+        assert status == 200
+        p, d = pair.p.calls[0].body, pair.d.calls[0].body
+        assert not p.keys() & {"stop_token_ids", "stop", "include_stop_str_in_output"} and p["ignore_eos"] is True
+        assert ends.items() <= d.items()
+
+
+async def test_c08_echo_with_logprobs_is_merged() -> None:
+    """C08: the prompt's part is P's, the answer's D's; D is asked for nothing of the prompt."""
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        scores = {"text_offset": [0, 3, 6], "token_logprobs": [None, -1.0, -9.0], "tokens": ["The", " sk", "x"]}
+        choice = {
+            "index": 0,
+            "text": "The skx",
+            "logprobs": scores | {"top_logprobs": [None, {" sk": -1.0}, {"x": -9.0}]},
+        }
+        return prefilled(call, choices=[choice | {"prompt_logprobs": [None, {"7": {}}]}])
+
+    async def decode(call: Call) -> web.StreamResponse:
+        scores = {"text_offset": [0], "token_logprobs": [-2.0], "tokens": ["y"], "top_logprobs": [{"y": -2.0}]}
+        choice = {"index": 0, "text": "y", "logprobs": scores, "token_ids": [9], "prompt_token_ids": [6, 7]}
+        return web.json_response({"choices": [choice], "usage": usage(2, 1)})
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = prefill, decode
+        status, _, raw = await pair.complete(prompt="The sk", echo=True, logprobs=1)
+        assert status == 200
+        (choice,) = json.loads(raw)["choices"]
+        assert choice["text"] == "The sky" and choice["prompt_logprobs"] == [None, {"7": {}}]
+        assert choice["logprobs"] == {
+            "text_offset": [0, 3, 6],
+            "token_logprobs": [None, -1.0, -2.0],
+            "tokens": ["The", " sk", "y"],
+            "top_logprobs": [None, {" sk": -1.0}, {"y": -2.0}],
+        }
+        assert choice["token_ids"] is None and choice["prompt_token_ids"] is None
+        assert pair.p.calls[0].body["echo"] is True and pair.p.calls[0].body["logprobs"] == 1
+        d = pair.d.calls[0].body
+        assert "echo" not in d and "prompt_logprobs" not in d and d["logprobs"] == 1
+
+
+async def test_an_echo_without_an_answer_is_prefills_alone() -> None:
+    """Nothing is to be decoded, so nothing is transferred; the body is the client's."""
+    async with serving() as pair:
+        pair.p.script = decode_ok
+        sent = {"model": MODEL, "prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}
+        status, _, _ = await pair.post(COMPLETIONS, sent)
+        assert status == 200 and pair.d.calls == [] and pair.p.calls[0].body == sent
+
+
 async def test_c35_a_transfer_id_of_the_client_is_dropped() -> None:
     gate = asyncio.Event()
     async with serving() as pair:
@@ -591,6 +665,16 @@ async def test_a_body_that_is_no_request(raw: bytes) -> None:
                 assert error_of(await response.read())["type"] == expected
             assert pair.d.calls[-1].raw == raw
         assert pair.p.calls == []
+
+
+@pytest.mark.parametrize("name", [b"kv_transfer_params", b"\\u006bv_transfer_params"])
+async def test_c67_a_body_that_we_cannot_read_names_no_peer_to_an_engine(name: bytes) -> None:
+    """C67: an engine may read what the router could not."""
+    async with serving() as pair:
+        raw = b'{"' + name + b'": {"remote_host": "10.0.0.9"}'
+        async with pair.session.post(pair.url + COMPLETIONS, data=raw) as response:
+            assert response.status == 400
+        assert pair.p.calls == pair.d.calls == []
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/json; charset=utf-8", None])
