@@ -234,7 +234,8 @@ class Pool:
             chosen = chosen or round_robin([engine.snapshot() for engine in group], self._turns[role], model)
         if chosen is None:
             raise no_engine(role, engines)
-        self._turns[role] += 1
+        if not avoid:  # a second try takes nobody's turn, or of two engines one would always be first
+            self._turns[role] += 1
         return next(engine for engine in engines if engine.url == chosen.url)
 
     def check_model(self, model: str | None) -> None:
