@@ -93,6 +93,7 @@ class Follower:
         self._spawn = spawn
         self._mine: dict[str, tuple[EngineSpec, Role]] = {}
         self._going: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._wanted: dict[str, tuple[EngineSpec, Role]] = {}
 
     @property
@@ -134,9 +135,11 @@ class Follower:
             try:
                 self._members.add(spec, role, self.where)
                 self._mine[url] = (spec, role)
+                self._refused.pop(url, None)
             except KVFerryError as error:
-                if url not in self._going:
+                if url not in self._going and self._refused.get(url) != str(error):
                     log.warning("%s: %s", self.where, error)
+                self._refused[url] = str(error)
 
     async def _remove(self, url: str) -> None:
         try:
