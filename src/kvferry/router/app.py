@@ -146,7 +146,7 @@ class Router:
         pool = self.services.pool
         missing = pool.missing()
         engines = [
-            {"url": engine.url, "role": engine.role, "ready": engine.ready, "reason": engine.reason}
+            {"url": engine.url, "role": engine.role, "ready": engine.takes, "reason": engine.why_not}
             for engine in pool.all()
         ]
         facts = {"status": "unready" if missing else "ready", "missing": missing, "engines": engines}
