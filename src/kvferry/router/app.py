@@ -17,8 +17,11 @@ from aiohttp import web
 from kvferry.errors import KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.router import edits, openai, passage
+from kvferry.router.budget import RetryBudget
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import dialect_of
+from kvferry.router.discovery import followers
+from kvferry.router.membership import Membership, show
 from kvferry.router.openai import Route
 from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
@@ -59,22 +62,31 @@ def build_app(config: RouterConfig) -> web.Application:
 class Router:
     def __init__(self, config: RouterConfig) -> None:
         dialect, upstream = dialect_of(config), Upstream(config.connect_timeout_s)
+        metrics = RouterMetrics()
+        pool = Pool(config, dialect, upstream, metrics)
         self.services = Services(
             config=config,
             dialect=dialect,
-            pool=Pool(config, dialect, upstream),
+            pool=pool,
+            members=Membership(config, pool),
             upstream=upstream,
             story=Story(config.story_dir or None, "router"),
-            metrics=RouterMetrics(),
+            metrics=metrics,
+            retry_budget=RetryBudget(config.retry),
             spawn=self._spawn,
         )
         self._mode = "colocated" if dialect is None else dialect.name
         self._running = 0
         self._beside: set[asyncio.Task[None]] = set()
+        self._following = followers(config, self.services)
 
     async def life(self, app: web.Application) -> AsyncIterator[None]:
         self.services.pool.start()
+        following = [asyncio.create_task(one.follow(), name=f"discover {one.where}") for one in self._following]
         yield
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         await self.services.pool.close()
         if self._beside:
             _, late = await asyncio.wait(set(self._beside), timeout=SHUTDOWN_S)
@@ -140,7 +152,7 @@ class Router:
         pool = self.services.pool
         missing = pool.missing()
         engines = [
-            {"url": engine.url, "role": engine.role, "ready": engine.ready, "reason": engine.reason}
+            {"url": engine.url, "role": engine.role, "ready": engine.takes, "reason": engine.why_not}
             for engine in pool.all()
         ]
         facts = {"status": "unready" if missing else "ready", "missing": missing, "engines": engines}
@@ -155,6 +167,7 @@ class Router:
         engines = self.services.pool.all()
         for engine in engines:
             metrics.worker_health.labels(engine.role, engine.url).set(engine.ready)
+        show(metrics, self.services.pool)
         metrics.load({(one.role, one.url): one.load for one in engines if one.load is not None})
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
