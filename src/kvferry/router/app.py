@@ -22,6 +22,7 @@ from kvferry.router.dialect import dialect_of
 from kvferry.router.openai import Route
 from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
+from kvferry.router.selection import Selection
 from kvferry.router.serve import Generation
 from kvferry.router.services import Services
 from kvferry.router.upstream import Upstream
@@ -44,6 +45,7 @@ def build_app(config: RouterConfig) -> web.Application:
     app[SERVICES] = router.services
     app.router.add_post(openai.COMPLETIONS, router.completions)
     app.router.add_post(openai.CHAT, router.chat)
+    app.router.add_post("/finish_session", router.finish_session)
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     app.router.add_get("/metrics", router.metrics)
@@ -55,13 +57,15 @@ def build_app(config: RouterConfig) -> web.Application:
 class Router:
     def __init__(self, config: RouterConfig) -> None:
         dialect, upstream = dialect_of(config), Upstream(config.connect_timeout_s)
+        pool, metrics = Pool(config, dialect, upstream), RouterMetrics()
         self.services = Services(
             config=config,
             dialect=dialect,
-            pool=Pool(config, dialect, upstream),
+            pool=pool,
+            selection=Selection(config, pool, metrics),
             upstream=upstream,
             story=Story(config.story_dir or None, "router"),
-            metrics=RouterMetrics(),
+            metrics=metrics,
             spawn=self._spawn,
         )
         self._mode = "colocated" if dialect is None else dialect.name
@@ -129,6 +133,15 @@ class Router:
     async def models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": self.services.pool.model_entries()})
 
+    async def finish_session(self, request: web.Request) -> web.StreamResponse:
+        """Forget where the session was sent; 404 if it is not known (any more)."""
+        session = request.query.get("session_id", "")
+        if not session:
+            raise Refusal(400, "missing_value", "`session_id` is missing", param="session_id", hint="?session_id=NAME")
+        if not self.services.pool.sessions.finish(session):
+            raise Refusal(404, "session_not_found", f"no session {session[:100]!r} is known here", param="session_id")
+        return web.json_response({"session_id": session, "finished": True})
+
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 when each role that this mode needs has a ready engine."""
         pool = self.services.pool
@@ -146,6 +159,8 @@ class Router:
         engines = self.services.pool.all()
         for engine in engines:
             metrics.worker_health.labels(engine.role, engine.url).set(engine.ready)
+        gate = self.services.selection.gate
+        metrics.flow_queue.set(gate.waiting if gate is not None else 0)
         metrics.load({(one.role, one.url): one.load for one in engines if one.load is not None})
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 

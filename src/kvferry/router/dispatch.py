@@ -22,10 +22,12 @@ import msgspec
 from kvferry.errors import PeerUnreachable, TransferTimeout
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.router import explain
-from kvferry.router.dialect import Dialect, Params, Source
+from kvferry.router.ask import Ask
+from kvferry.router.dialect import Dialect, Params
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
+from kvferry.router.placement import Placement
 from kvferry.router.pool import Engine
-from kvferry.router.replies import LegFailed
+from kvferry.router.replies import LegFailed, Refusal
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
 from kvferry.router.upstream import engine_error, forwarded, read_all, read_some
@@ -49,7 +51,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """`choose`: picks D, raises `Refusal`. `prefill` None: D alone."""
+    """`choose`: picks D, raises `Refusal`. `prefill` None: D alone. `ask`: what the engines' loads grow by."""
 
     def __init__(
         self,
@@ -59,12 +61,19 @@ class Exchange:
         headers: Mapping[str, str],
         choose: Callable[[], Engine],
         prefill: Engine | None,
+        ask: Ask | None = None,
     ) -> None:
         self.transfer_id: TransferId = new_transfer_id()
-        self._choose, self._decode = choose, None if prefill and services.config.bind_percent else choose()
+        self._ask, self._choose = ask or Ask(), choose
+        self._placed: dict[str, Placement] = {}
+        """Role -> where that leg is."""
         self.prefill = prefill
-        self.prefill_reply: Body | None = None
         self._services = services
+        if prefill is not None:
+            self._place(prefill, computes=True, decodes=False)
+        if prefill is None or not services.config.bind_percent:
+            self._place_decode()
+        self.prefill_reply: Body | None = None
         self._plan = plan
         self._part = part
         self._dialect = services.dialect if prefill is not None else None
@@ -77,21 +86,31 @@ class Exchange:
         self.landed = False
         """D made a token: it has its KV, and P holds nothing for it."""
         self._begun = time.monotonic()
-        for engine in self._engines():
-            engine.in_flight += 1
+        self._prefilled_at = 0.0
+        """When P had answered, on the clock of `_begun`."""
 
     @property
     def bound(self) -> bool:
         """D is chosen."""
-        return self._decode is not None
+        return "decode" in self._placed
 
     @property
     def decode(self) -> Engine:
-        assert self._decode is not None, "not bound yet"
-        return self._decode
+        assert self.bound, "not bound yet"
+        return self._placed["decode"].engine
 
-    def _engines(self) -> list[Engine]:
-        return [engine for engine in (self.prefill, self._decode) if engine is not None]
+    def _place(self, engine: Engine, *, computes: bool, decodes: bool) -> None:
+        placed = Placement(engine, self._ask, computes=computes, decodes=decodes, freed=self._services.pool.freed)
+        self._placed["decode" if decodes else "prefill"] = placed
+
+    def _place_decode(self) -> None:
+        """Raises `Refusal`; what was placed before is given up then."""
+        try:
+            self._place(self._choose(), computes=self.prefill is None, decodes=True)
+        except Refusal:
+            for placed in self._placed.values():
+                placed.release()
+            raise
 
     def note(self, event: str, **facts: Any) -> None:
         self._services.story.note(self.transfer_id, event, **facts)
@@ -112,8 +131,8 @@ class Exchange:
             await self._bind(prefill, self.prefill)
         if not self._dialect.concurrent:
             returned = (await prefill).get("kv_transfer_params")
-            return await self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, returned)))
-        decode = self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, None)))
+            return await self._start(self._decode_leg(self._decode_params(self._dialect, returned)))
+        decode = self._start(self._decode_leg(self._decode_params(self._dialect, None)))
         return await self._first_of(prefill, decode)
 
     async def _bind(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
@@ -125,16 +144,16 @@ class Exchange:
             prefill.result()
         else:
             enough.result()
-        self._decode = self._choose()
-        self._decode.in_flight += 1
-        self.note("bound", decode=self._decode.url)
+        self._place_decode()
+        self.note("bound", decode=self.decode.url)
 
     async def _enough(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
         """Until P has computed so much of the prompt, or, where it can't tell, has answered."""
-        spec, percent = engine.spec, self._services.config.bind_percent
+        where, percent = self._placed["prefill"], self._services.config.bind_percent
         if percent < 100:
             try:
-                reached = await inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent, key=engine.key)
+                host, port = engine.spec.side_host, where.side_port
+                reached = await inquiry.watch(host, port, self.transfer_id, percent, key=engine.key)
                 if not reached.ended:
                     return
             except PeerUnreachable as error:
@@ -161,8 +180,8 @@ class Exchange:
 
     def close(self, *, failure: str = "") -> None:
         """`failure` "" where the answer went out whole."""
-        for engine in self._engines():
-            engine.in_flight -= 1
+        for placed in self._placed.values():
+            placed.release()
         for response in self._responses:
             response.close()
         for task in self._tasks:
@@ -179,7 +198,8 @@ class Exchange:
     async def _wind_up(self, let_go: str) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if let_go and self.prefill is not None:
-            outcome = await explain.abandon(self.prefill, self.transfer_id, let_go)
+            where = self._placed["prefill"].number
+            outcome = await explain.abandon(self.prefill, self.transfer_id, let_go, where)
             self._services.metrics.abandons.labels(outcome).inc()
 
     def late(self) -> LegFailed:
@@ -212,6 +232,7 @@ class Exchange:
         except LegFailed as error:
             metrics.pd_prefill_errors.labels(engine.url, error.code).inc()
             raise
+        self._prefilled(reply, time.monotonic() - begun)
         metrics.pd_prefill_duration.labels(dialect.name).observe(time.monotonic() - begun)
         self.note("prefill_done")
         self.prefill_reply = reply
@@ -234,7 +255,8 @@ class Exchange:
             return await self._stream_head(response)
         except LegFailed as error:
             if self._dialect is not None and self._dialect.side_channel and error.own_status >= 500:
-                error = await explain.why(engine, self.prefill, self.transfer_id, error)
+                where = self._placed["decode"].number
+                error = await explain.why(engine, self.prefill, self.transfer_id, error, where)
             metrics.pd_decode_errors.labels(engine.url, error.code).inc()
             raise error from None
 
@@ -272,9 +294,26 @@ class Exchange:
         if not self.landed:
             self.landed = True
             self.note("first_token")
+            placed, costs = self._placed["decode"], self._services.selection.costs
+            placed.prefilled()
+            if self._plan.stream and self.prefill is not None:
+                late = time.monotonic() - self._prefilled_at if self._prefilled_at else 0.0
+                costs.overhead.add(placed.uncached, late)
+
+    def _prefilled(self, reply: Body, took_s: float) -> None:
+        """P has answered: it is free of this prompt, and has shown what one costs."""
+        placed, costs = self._placed["prefill"], self._services.selection.costs
+        costs.prefill.add(placed.work, took_s)
+        self._prefilled_at = time.monotonic()
+        placed.prefilled()
+        usage = reply.get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        if self._ask.prompt is not None and isinstance(count, int):
+            costs.told(self._ask.prompt.nbytes, count)
 
     def saw(self, watcher: Watcher, chunk: bytes) -> bool:
-        """Feed what is relayed; True if this was the first token."""
+        """Feed what is relayed, about one token; True if this was the first one."""
+        self._placed["decode"].grow(1)
         if watcher.feed(chunk):
             self._token_seen()
             return True
@@ -284,7 +323,8 @@ class Exchange:
         """A 200, its body unread. Raises `LegFailed`."""
         raw = json.dumps(body, separators=(",", ":")).encode()
         try:
-            response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, self._headers)
+            headers = self._placed[engine.role].headers(self._headers)
+            response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, headers)
         except LegFailed as error:
             if error.code == PeerUnreachable.code:
                 self._services.pool.suspect(engine, error.message)
@@ -296,8 +336,8 @@ class Exchange:
             raise await engine_error(engine.role, engine.url, response)
         return response
 
-    def _decode_params(self, dialect: Dialect, engine: Engine, returned: Params | None) -> Params:
-        return dialect.decode(self.transfer_id, self._plan, Source(engine.spec, engine.description), returned)
+    def _decode_params(self, dialect: Dialect, returned: Params | None) -> Params:
+        return dialect.decode(self.transfer_id, self._plan, self._placed["prefill"].source(), returned)
 
     def _start(self, leg: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         task = asyncio.create_task(leg)

@@ -19,9 +19,13 @@ from kvferry.listener import bind, not_listening, runner, url_of
 from kvferry.router.app import SERVICES, build_app
 from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.pool import Pool
+from kvferry.router.selection_arguments import add_selection, selection_of
 from kvferry.router.spec import parse_spec
 
-SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
+SPEC = (
+    "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N][,dp=N][,topology=LABEL][,kv_events=HOST:PORT]; "
+    "the side channel defaults to the URL's host, port 5600"
+)
 BACKLOG = 1024
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
@@ -79,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body-mib", type=int, default=64, metavar="N", help="a larger request gets 413 (default: %(default)s)"
     )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
+    add_selection(parser)
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
@@ -97,6 +102,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         api_key=args.api_key,
         max_body_bytes=args.max_body_mib * 1024 * 1024,
         allow_local_prefill=args.allow_local_prefill,
+        **selection_of(args),
     )
     config.check()
     return config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import time
@@ -15,9 +14,9 @@ from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
 from kvferry.router import merge, openai
+from kvferry.router.ask import Ask
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.openai import Plan, Route
-from kvferry.router.pool import Engine
 from kvferry.router.relay import relay
 from kvferry.router.replies import LegFailed, Refusal, error_response
 from kvferry.router.services import Services
@@ -50,7 +49,10 @@ class Generation:
         failure = "internal error"
         try:
             plan = self._plan(raw)
-            self._dispatch(plan)
+            asks = [self._services.selection.ask(part, plan, self._request.headers) for part in plan.parts]
+            self._refuse_unserved(plan)
+            verdict = await self._services.selection.admit(asks, self._client(asks[0]))
+            self._dispatch(plan, asks, alone=verdict == "colocated")
             async with asyncio.timeout_at(self._deadline):
                 answers = await self._open()
             if answers[0].watcher is None:
@@ -94,28 +96,27 @@ class Generation:
         dialect.refuse(plan)
         return plan
 
-    def _dispatch(self, plan: Plan) -> None:
-        """Choose the engines, for each part its own pair. Nothing is sent yet."""
+    def _refuse_unserved(self, plan: Plan) -> None:
+        """Raises `Refusal` where no wait would help."""
         pool, config = self._services.pool, self._services.config
         pool.require(local_prefill=config.allow_local_prefill)
         pool.check_model(plan.model)
+
+    def _client(self, ask: Ask) -> str:
+        """Who waits in turn with others: a session, a key, or an address."""
+        return ask.session or self._request.headers.get("Authorization", "") or self._request.remote or ""
+
+    def _dispatch(self, plan: Plan, asks: Sequence[Ask], *, alone: bool) -> None:
+        """Choose the engines, for each part its own pair. Nothing is sent yet."""
         headers = CIMultiDict(self._request.headers)
         if len(plan.parts) > 1:
             headers.setdefault(
                 "X-Request-Id", uuid.uuid4().hex
             )  # the parts' replies carry one id, as one engine's would
-        for part in plan.parts:
-            decode = functools.partial(pool.pick, "decode", plan.model)
-            prefill: Engine | None = None
-            if self._services.dialect is not None:
-                try:
-                    prefill = pool.pick("prefill", plan.model)
-                except Refusal as refusal:
-                    if not config.allow_local_prefill:
-                        raise
-                    log.warning("a decode engine computes a prompt itself: %s", refusal)
-                    self._services.metrics.local_prefills.inc()
-            self._exchanges.append(Exchange(self._services, plan, part, headers, decode, prefill))
+        for part, ask in zip(plan.parts, asks, strict=True):
+            choice = self._services.selection.choose(plan, ask, alone=alone)
+            exchange = Exchange(self._services, plan, part, headers, choice.decode, choice.prefill, choice.ask)
+            self._exchanges.append(exchange)
         self._reply_headers["x-kvferry-transfer-id"] = self.transfer_ids
         if "X-Request-Id" in self._request.headers:
             self._reply_headers["X-Request-Id"] = self._request.headers["X-Request-Id"]

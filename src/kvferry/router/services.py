@@ -11,6 +11,7 @@ from kvferry.observe.metrics import RouterMetrics
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
 from kvferry.router.pool import Pool
+from kvferry.router.selection import Selection
 from kvferry.router.upstream import Upstream
 from kvferry.story import Story
 
@@ -21,6 +22,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     config: RouterConfig
     dialect: Dialect | None
     pool: Pool
+    selection: Selection
     upstream: Upstream
     story: Story
     metrics: RouterMetrics
