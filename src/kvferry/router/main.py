@@ -19,6 +19,7 @@ from kvferry.listener import bind, not_listening, runner, url_of
 from kvferry.router.app import SERVICES, build_app
 from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.pool import Pool
+from kvferry.router.selection import Selection
 from kvferry.router.selection_arguments import add_selection, selection_of
 from kvferry.router.spec import parse_spec
 
@@ -120,6 +121,10 @@ class Running:
     @property
     def pool(self) -> Pool:
         return self._app[SERVICES].pool
+
+    @property
+    def selection(self) -> Selection:
+        return self._app[SERVICES].selection
 
     async def __aenter__(self) -> Running:
         """Raises `ConfigError` if the address cannot be bound."""

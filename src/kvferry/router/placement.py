@@ -64,8 +64,9 @@ class Placement:
         if len(engine.ranks) == 1:
             return Source(spec, engine.description)
         engine_id = f"{spec.engine_id}_dp{self.number}" if spec.engine_id else ""
+        about = engine.descriptions[self.number] if engine.descriptions else None
         spec = msgspec.structs.replace(spec, side_port=self.side_port, engine_id=engine_id)
-        return Source(spec, engine.descriptions[self.number], self.number)
+        return Source(spec, about, self.number)
 
     def prefilled(self) -> None:
         """The prompt is computed."""

@@ -6,6 +6,7 @@ Owner: the event loop. All that is decided here is decided by pure functions: `p
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -55,13 +56,18 @@ class Selection:
             session=session_of(headers, part),
         )
 
-    async def admit(self, asks: Sequence[Ask], client: str) -> Verdict:
-        """Returns when the request may go. Raises `Overloaded`. `client`: whose turn it takes."""
+    async def admit(self, asks: Sequence[Ask], client: str, deadline: float | None) -> Verdict:
+        """Returns when the request may go. Raises `Overloaded`. `client`: whose turn it takes. `deadline`: the
+        request's, on the loop's clock."""
         gate = self.gate
         if gate is None:
             return "admitted"
         try:
-            verdict = await gate.admit(client, functools.partial(self.estimate, asks))
+            async with asyncio.timeout_at(deadline):
+                verdict = await gate.admit(client, functools.partial(self.estimate, asks))
+        except TimeoutError:
+            self._metrics.slo_decisions.labels("shed").inc()
+            raise Overloaded("the request's deadline passed while it waited for prefill", 1.0) from None
         except Overloaded:
             self._metrics.slo_decisions.labels("shed").inc()
             raise

@@ -51,7 +51,7 @@ class Generation:
             plan = self._plan(raw)
             asks = [self._services.selection.ask(part, plan, self._request.headers) for part in plan.parts]
             self._refuse_unserved(plan)
-            verdict = await self._services.selection.admit(asks, self._client(asks[0]))
+            verdict = await self._services.selection.admit(asks, self._client(asks[0]), self._deadline)
             self._dispatch(plan, asks, alone=verdict == "colocated")
             async with asyncio.timeout_at(self._deadline):
                 answers = await self._open()
