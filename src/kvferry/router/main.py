@@ -23,10 +23,15 @@ from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.discovery import DISCOVER
 from kvferry.router.outliers import OutlierSettings
 from kvferry.router.pool import Pool
+from kvferry.router.selection import Selection
+from kvferry.router.selection_arguments import add_selection, selection_of
 from kvferry.router.server import Server
 from kvferry.router.spec import parse_spec
 
-SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
+SPEC = (
+    "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N][,dp=N][,topology=LABEL][,kv_events=HOST:PORT]; "
+    "the side channel defaults to the URL's host, port 5600"
+)
 BACKLOG = 1024
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
@@ -84,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body-mib", type=int, default=64, metavar="N", help="a larger request gets 413 (default: %(default)s)"
     )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
+    add_selection(parser)
+    add_staying(parser)
+
+
+def add_staying(parser: argparse.ArgumentParser) -> None:
+    """How the router outlives its engines."""
+    default = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
     parser.add_argument(
         "--retries",
         type=int,
@@ -150,6 +162,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         drain_timeout_s=args.drain_timeout,
         breaker=BreakerSettings(failures=args.breaker_failures, open_s=args.breaker_open),
         outliers=OutlierSettings(enabled=not args.no_outlier_ejection),
+        **selection_of(args),
     )
     config.check()
     return config
@@ -183,6 +196,10 @@ class Running:
     @property
     def pool(self) -> Pool:
         return self._app[ROUTER].services.pool
+
+    @property
+    def selection(self) -> Selection:
+        return self._app[ROUTER].services.selection
 
     async def __aenter__(self) -> Running:
         """Raises `ConfigError` if the address cannot be bound."""
