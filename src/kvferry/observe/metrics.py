@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvferry.observe.served import ServedMetrics
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _P = "kvferry_router_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -35,8 +37,12 @@ class RouterMetrics:
         self.pd_duration = self._histogram("pd_request_duration_seconds", "Dispatch to last byte.", "mode")
         self.pd_prefill_duration = self._histogram("pd_prefill_duration_seconds", "The prefill leg.", "mode")
         self.abandons = self._counter("pd_abandons", "Transfers that P was told to let go.", "outcome")
+        self.served = ServedMetrics(self.registry)
         self.local_prefills = self._counter("local_prefills", "Requests that D computed without a prefill engine.")
+        self.flow_queue = self._gauge("flow_control_queue_size", "Requests that wait for the TTFT objective.")
         self.disconnects = self._counter("client_disconnects", "Clients that left before the end.")
+        self.retries = self._counter("retries", "Tries made again before the first byte.", "side", "code")
+        self.cb_state = self._gauge("cb_state", "Circuit: 0 closed, 1 open, 2 half open.", "role", "engine")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_P + name, text, labels, registry=self.registry)

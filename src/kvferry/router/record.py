@@ -1,0 +1,103 @@
+"""What became of one request: the facts that its log line, the dashboard, the metrics and the spans are made of."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+_PLAIN = re.compile(r"[!#-~]+")
+_LONG = 300
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """`t`: wall-clock seconds. `side`: who told it."""
+
+    event: str
+    side: str
+    t: float
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer. `prefill` "": decode did all; `decode` "": was never chosen."""
+
+    transfer_id: str
+    prefill: str = ""
+    decode: str = ""
+    events: list[Event]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """`t`: wall-clock seconds at the first byte in. `code` "": it went well. `ttft_ms` None: no token went out."""
+
+    number: int
+    t: float
+    route: str
+    mode: str
+    status: int
+    model: str | None = None
+    stream: bool = False
+    request_id: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float
+    retries: int = 0
+    code: str = ""
+    side: str = ""
+    reason: str = ""
+    legs: list[Leg] = []
+
+    @property
+    def transfer_ids(self) -> str:
+        return ",".join(leg.transfer_id for leg in self.legs)
+
+    def facts(self) -> dict[str, Any]:
+        """For a structured log: numbers stay numbers, what isn't known is left out."""
+        leg = self.legs[0] if self.legs else None
+        facts = {
+            "route": self.route,
+            "status": self.status,
+            "model": self.model,
+            "stream": self.stream,
+            "prefill": leg.prefill if leg else "",
+            "decode": leg.decode if leg else "",
+            "transfer_id": self.transfer_ids,
+            "request_id": self.request_id,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ttft_ms": self.ttft_ms,
+            "e2e_ms": self.e2e_ms,
+            "retries": self.retries,
+            "error": self.code,
+            "side": self.side,
+            "reason": self.reason,
+        }
+        return {key: value for key, value in facts.items() if value is not None and value != ""}
+
+    def __str__(self) -> str:
+        """The line of the text log."""
+        facts = self.facts()
+        route, prompt, output = (
+            facts.pop("route"),
+            facts.pop("prompt_tokens", None),
+            facts.pop("completion_tokens", None),
+        )
+        if not facts["stream"]:
+            del facts["stream"]
+        if not facts["retries"]:
+            del facts["retries"]
+        if prompt is not None or output is not None:
+            facts["tokens"] = f"{'?' if prompt is None else prompt}+{'?' if output is None else output}"
+        return " ".join([route, *(f"{key}={_word(value)}" for key, value in facts.items())])
+
+
+def _word(value: object) -> str:
+    """One word, whatever a client put into it: the next field can't be forged."""
+    text = str(value)
+    if len(text) > _LONG:
+        text = text[:_LONG] + "..."
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
