@@ -18,21 +18,27 @@ from kvferry.errors import KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.router import openai
 from kvferry.router.config import RouterConfig
+from kvferry.router.dashboard import Dashboard
 from kvferry.router.dialect import dialect_of
+from kvferry.router.guard import Guard
 from kvferry.router.openai import Route
 from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
-from kvferry.router.serve import Generation
+from kvferry.router.seen import Seen
+from kvferry.router.serve import CLIENT_LEFT, Generation
 from kvferry.router.services import Services
+from kvferry.router.tls import engine_context
+from kvferry.router.told import Told
+from kvferry.router.tracing import tracing_to
 from kvferry.router.upstream import Upstream
 from kvferry.story import Story
 
 log = logging.getLogger("kvferry.router")
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
+ROUTER: web.AppKey[Router] = web.AppKey("router")
 SHUTDOWN_S = 3.0
 """Abandoned transfers are told to P for this long after the last request."""
-CLIENT_LEFT = 499
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -47,6 +53,9 @@ def build_app(config: RouterConfig) -> web.Application:
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     app.router.add_get("/metrics", router.metrics)
+    if config.shows_dashboard:
+        Dashboard(router.services).add_routes(app)
+    app[ROUTER] = router
     app.router.add_route("*", "/{tail:.*}", router.other)
     app.cleanup_ctx.append(router.life)
     return app
@@ -54,14 +63,18 @@ def build_app(config: RouterConfig) -> web.Application:
 
 class Router:
     def __init__(self, config: RouterConfig) -> None:
-        dialect, upstream = dialect_of(config), Upstream(config.connect_timeout_s)
+        dialect, upstream = dialect_of(config), Upstream(config.connect_timeout_s, engine_context(config))
+        metrics, story = RouterMetrics(), Story(config.story_dir or None, "router")
+        told = Told(config.story_dir) if config.story_dir else None
+        self._guard = Guard(config)
         self.services = Services(
             config=config,
             dialect=dialect,
             pool=Pool(config, dialect, upstream),
             upstream=upstream,
-            story=Story(config.story_dir or None, "router"),
-            metrics=RouterMetrics(),
+            story=story,
+            metrics=metrics,
+            seen=Seen(metrics, told, tracing_to(config.otlp_traces_endpoint)),
             spawn=self._spawn,
         )
         self._mode = "colocated" if dialect is None else dialect.name
@@ -79,6 +92,8 @@ class Router:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         await self.services.upstream.close()
+        if self.services.seen.tracing is not None:
+            await self.services.seen.tracing.close()
         self.services.story.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -90,6 +105,7 @@ class Router:
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Whatever fails before or outside a generation becomes one typed reply."""
         try:
+            self._guard.check(request)
             return await handler(request)
         except KVFerryError as error:
             refusal = error
@@ -142,6 +158,7 @@ class Router:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         metrics = self.services.metrics
+        await self.services.seen.fold(self._mode)
         metrics.running.set(self._running)
         engines = self.services.pool.all()
         for engine in engines:

@@ -10,6 +10,7 @@ it closes what is still open - which aborts that leg in its engine - and tells P
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -24,7 +25,9 @@ from kvferry.ids import TransferId, new_transfer_id
 from kvferry.router import explain
 from kvferry.router.dialect import Dialect, Params, Source
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
+from kvferry.router.pace import Pace
 from kvferry.router.pool import Engine
+from kvferry.router.record import Event
 from kvferry.router.replies import LegFailed
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
@@ -68,12 +71,14 @@ class Exchange:
         self._plan = plan
         self._part = part
         self._dialect = services.dialect if prefill is not None else None
-        self._headers = forwarded(headers, services.config.api_key)
+        self._headers = forwarded(headers, services.config)
         if self._dialect is not None:
             self._headers.update(self._dialect.headers(self.transfer_id))
         self._tasks: list[asyncio.Task[Any]] = []
         self._responses: list[aiohttp.ClientResponse] = []
         self._prefill_ok = asyncio.Event()
+        self.events: list[Event] = []
+        self.pace = Pace(functools.partial(services.metrics.served.gaps, plan.model))
         self.landed = False
         """D made a token: it has its KV, and P holds nothing for it."""
         self._begun = time.monotonic()
@@ -93,8 +98,11 @@ class Exchange:
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self.prefill, self._decode) if engine is not None]
 
-    def note(self, event: str, **facts: Any) -> None:
-        self._services.story.note(self.transfer_id, event, **facts)
+    def note(self, event: str, *, t: float | None = None, **facts: Any) -> None:
+        """`t`: wall-clock seconds, now if absent."""
+        at = time.time() if t is None else t
+        self.events.append(Event(event, "router", at))
+        self._services.story.note(self.transfer_id, event, t=at, **facts)
 
     # -- the life of an exchange
 
@@ -105,7 +113,7 @@ class Exchange:
             self.note("dispatched", decode=self.decode.url, mode="colocated")
             return await self._start(self._decode_leg(None))
         self._services.metrics.pd_requests.labels(self._dialect.name).inc()
-        told = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
+        told: dict[str, Any] = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
         self.note("dispatched", prefill=self.prefill.url, mode=self._dialect.name, **told)
         prefill = self._start(self._prefill_leg(self._dialect, self.prefill))
         if not self.bound:
@@ -253,6 +261,7 @@ class Exchange:
         if watcher.first_is_error:
             raise explain.error_event(url, watcher.first_data or b"")
         if watcher.first_data is not None:
+            self.pace.begin(head)
             self._token_seen()
         return Answer(response=response, watcher=watcher, head=head)
 
@@ -275,6 +284,7 @@ class Exchange:
 
     def saw(self, watcher: Watcher, chunk: bytes) -> bool:
         """Feed what is relayed; True if this was the first token."""
+        self.pace.mark(chunk)
         if watcher.feed(chunk):
             self._token_seen()
             return True

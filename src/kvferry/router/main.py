@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
-import sys
 from collections.abc import Callable
 from typing import get_args
 
@@ -14,12 +12,16 @@ import msgspec
 from aiohttp import web
 
 from kvferry.auth import KEY_HELP
-from kvferry.errors import unknown_name
+from kvferry.errors import ConfigError, unknown_name
 from kvferry.listener import bind, not_listening, runner, url_of
-from kvferry.router.app import SERVICES, build_app
+from kvferry.router import logs
+from kvferry.router.admin import Admin
+from kvferry.router.app import ROUTER, SERVICES, build_app
 from kvferry.router.config import Connector, Mode, RouterConfig
+from kvferry.router.guard_arguments import add_guarding, guarding_of
 from kvferry.router.pool import Pool
 from kvferry.router.spec import parse_spec
+from kvferry.router.tls import server_context
 
 SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
 BACKLOG = 1024
@@ -79,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body-mib", type=int, default=64, metavar="N", help="a larger request gets 413 (default: %(default)s)"
     )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
+    add_guarding(parser)
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
@@ -97,6 +100,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         api_key=args.api_key,
         max_body_bytes=args.max_body_mib * 1024 * 1024,
         allow_local_prefill=args.allow_local_prefill,
+        **guarding_of(args),
     )
     config.check()
     return config
@@ -107,8 +111,10 @@ class Running:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self._tls = server_context(config)
         self._app = build_app(config)
         self._runner = runner(self._app, DRAIN_S)
+        self._admin = Admin(config, self._app[ROUTER]) if config.admin_port is not None else None
         self.url = ""
 
     @property
@@ -120,16 +126,34 @@ class Running:
         host, port = self._config.host, self._config.port
         listener = bind(host, port)
         try:
+            if self._admin is not None:
+                self._admin.bind()
             listener.listen(BACKLOG)
+        except ConfigError:
+            listener.close()
+            raise
         except OSError as error:
             listener.close()
+            if self._admin is not None:
+                self._admin.close()
             raise not_listening(host, port, error) from None
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        await web.SockSite(self._runner, listener, ssl_context=self._tls).start()
         self.url = url_of(listener)
+        if self._tls is not None:
+            self.url = self.url.replace("http:", "https:", 1)
+        if self._admin is not None:
+            await self._admin.start()
         return self
 
+    @property
+    def admin_url(self) -> str:
+        """ "" where there is no admin listener."""
+        return self._admin.url if self._admin is not None else ""
+
     async def __aexit__(self, *_: object) -> None:
+        if self._admin is not None:
+            await self._admin.stop()
         await self._runner.cleanup()
 
 
@@ -139,11 +163,13 @@ async def _serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with Running(config) as running:
         print(f"listening {running.url}", flush=True)
+        if running.admin_url:
+            print(f"admin {running.admin_url}", flush=True)
         await stop.wait()
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError`: the caller prints it in one line and exits 1."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.set_up(args.log_format)
     asyncio.run(_serve(config_of(args)))
     return 0

@@ -11,6 +11,7 @@ from kvferry.observe.metrics import RouterMetrics
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
 from kvferry.router.pool import Pool
+from kvferry.router.seen import Seen
 from kvferry.router.upstream import Upstream
 from kvferry.story import Story
 
@@ -24,4 +25,5 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     upstream: Upstream
     story: Story
     metrics: RouterMetrics
+    seen: Seen
     spawn: Callable[[Coroutine[Any, Any, None]], object]

@@ -7,6 +7,7 @@ which is how an engine learns that nobody wants the answer.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import aiohttp
 from multidict import CIMultiDict
 
 from kvferry.errors import EngineError, PeerUnreachable
+from kvferry.router.config import RouterConfig
 from kvferry.router.replies import MAX_ERROR_BYTES, LegFailed, cut_body
 
 HOP_BY_HOP = frozenset(
@@ -56,12 +58,14 @@ def _named_in_connection(headers: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name.strip().lower() for name in headers.get("Connection", "").split(","))
 
 
-def forwarded(headers: Mapping[str, str], api_key: str) -> CIMultiDict[str]:
-    """The client's headers as an engine gets them; the client's own Authorization goes before the router's key."""
+def forwarded(headers: Mapping[str, str], config: RouterConfig) -> CIMultiDict[str]:
+    """The client's headers as an engine gets them. The client's own Authorization goes before the router's key, but
+    where the router checks its clients' keys itself and has one for the engines: then theirs stays here.
+    """
     skip = _NOT_FORWARDED | _named_in_connection(headers)
     out = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
-    if api_key and "Authorization" not in out:
-        out["Authorization"] = f"Bearer {api_key}"
+    if config.api_key and (config.client_key_file or "Authorization" not in out):
+        out["Authorization"] = f"Bearer {config.api_key}"
     out["Content-Type"] = "application/json"
     out["Accept-Encoding"] = "identity"
     return out
@@ -74,9 +78,10 @@ def returned(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 class Upstream:
-    """Opens in `start`, closes in `close`."""
+    """Opens in `start`, closes in `close`. `tls`: for https engines; None: aiohttp's default, which checks them."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
         self._pooled: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
@@ -85,8 +90,8 @@ class Upstream:
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_mark_reused)
         # No limit here: a D leg that waits for its P leg must never keep that from a connection. `max_requests` bounds.
-        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S), [trace])
-        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True), [])
+        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ssl=self._tls), [trace])
+        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls), [])
 
     def _session(self, connector: aiohttp.TCPConnector, traces: list[aiohttp.TraceConfig]) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -1,0 +1,57 @@
+"""What is looked at before a request is read: the caller's key, and how much header it sends."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from kvferry.auth import is_loopback
+from kvferry.router.config import RouterConfig
+from kvferry.router.keys import Keys
+from kvferry.router.replies import Refusal
+
+OPEN = frozenset(("/health", "/metrics", "/ping"))
+"""Without a key, for load balancers and Prometheus: they say nothing of what clients send."""
+MOST_HEADER_BYTES = 64 * 1024
+MOST_HEADERS = 100
+"""aiohttp itself answers 400 above 128."""
+
+
+class Guard:
+    """Of the clients' listener. Raises `ConfigError` for a key file that can't be used."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._keys = Keys(config.client_key_file, "--client-key-file") if config.client_key_file else None
+
+    def check(self, request: web.Request) -> None:
+        """Raises `Refusal`: 431, 401."""
+        check_headers(request)
+        if self._keys is not None and request.path not in OPEN:
+            self._keys.check(request.headers.get("Authorization"))
+
+
+def check_headers(request: web.Request) -> None:
+    """Raises `Refusal` 431."""
+    headers = request.raw_headers
+    if len(headers) > MOST_HEADERS:
+        raise _too_large(f"there are {len(headers)} headers, {MOST_HEADERS} is the limit")
+    size = sum([len(name) + len(value) for name, value in headers])
+    if size > MOST_HEADER_BYTES:
+        raise _too_large(f"the headers have {size} bytes, {MOST_HEADER_BYTES} is the limit")
+
+
+def _too_large(message: str) -> Refusal:
+    return Refusal(431, "headers_too_large", message)
+
+
+def same_machine(request: web.Request) -> None:
+    """For what loopback alone guards: a page of elsewhere, open in a browser on this machine, must not get at it, by a
+    name of its own that leads here or by a form. Raises `Refusal` 403.
+    """
+    host, origin = request.host, request.headers.get("Origin")
+    name = urlsplit(f"//{host}").hostname or ""
+    if not is_loopback(name):
+        raise Refusal(403, "host_not_allowed", f"asked as {host[:100]!r}", hint="without a key: 127.0.0.1 or localhost")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise Refusal(403, "origin_not_allowed", f"asked by a page of {origin[:100]!r}")

@@ -1,0 +1,64 @@
+"""Where a request goes when it has ended: metrics, ring, log line, spans. Off the path of its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvferry.observe.metrics import RouterMetrics
+from kvferry.observe.served import ENGINE
+from kvferry.router.recent import Recent
+from kvferry.router.record import Record
+from kvferry.router.told import Told
+from kvferry.router.tracing import Span, Tracing
+
+log = logging.getLogger("kvferry.router.requests")
+
+
+class Seen:
+    """Owner: the event loop."""
+
+    def __init__(self, metrics: RouterMetrics, told: Told | None, tracing: Tracing | None) -> None:
+        self.recent = Recent()
+        self.told = told
+        self.tracing = tracing
+        self._metrics = metrics.served
+        self._numbers = itertools.count(1)
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def done(self, record: Record, span: Span | None, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._count(record)
+        self.recent.add(record)
+        log.log(logging.WARNING if record.code else logging.INFO, record)
+        if span is not None and self.tracing is not None:
+            spawn(self.tracing.finish(span, record, self.told))
+
+    def _count(self, record: Record) -> None:
+        metrics = self._metrics
+        if record.ttft_ms is not None and not record.code:
+            labels = metrics.model(record.model), ENGINE
+            metrics.ttft.labels(*labels).observe(record.ttft_ms / 1e3)
+            metrics.e2e.labels(*labels).observe(record.e2e_ms / 1e3)
+            if record.tpot_ms is not None:
+                metrics.tpot.labels(*labels).observe(record.tpot_ms / 1e3)
+        outcome = "ok" if not record.code else "left" if record.code == "client_left" else "failed"
+        for leg in record.legs:
+            if leg.prefill:
+                metrics.outcomes.labels(record.mode, outcome, record.code or "none").inc()
+                times = {event.event: event.t for event in leg.events}
+                if "prefill_done" in times and "first_token" in times:
+                    gap = times["first_token"] - times["prefill_done"]
+                    metrics.handover.labels(record.mode).observe(max(gap, 0.0))
+
+    async def fold(self, mode: str) -> None:
+        """What the engines' stories told of transfers since the last time: into the metrics. Reads files."""
+        if self.told is not None:
+            await asyncio.to_thread(self.told.read)
+            for nbytes, seconds in self.told.ended():
+                self._metrics.moved.labels(mode).observe(nbytes)
+                self._metrics.transfer.labels(mode).observe(seconds)
