@@ -158,6 +158,19 @@ def test_story_files_are_read_as_they_grow(tmp_path: Path, monkeypatch: pytest.M
     assert list(told.ended()) == [(15, 2.75)] and told.moved("a") == 15
     told.read()
     assert list(told.ended()) == []
-    (tmp_path / "decode-2.jsonl").open("a").write(line("b", "landed", 5) + line("c", "landed", 5))
+    with (tmp_path / "decode-2.jsonl").open("a") as file:
+        file.write('{"t": 1, "torn\n[]\n' + line("b", "landed", 5) + line("c", "landed", 5))
     told.read()
     assert told.events("a") == [] and told.events("c") != [], "only so many transfers are kept"
+
+
+def test_a_story_file_that_is_swept_away_or_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "prefill-1.jsonl"
+    path.write_text(line("a", "posted", 1, nbytes=5) * 3)
+    told = Told(tmp_path)
+    path.write_text(line("b", "posted", 2, nbytes=6))
+    told.read()
+    assert told.moved("b") == 6 and told.events("a") == []
+    path.unlink()
+    told.read()
+    assert told.moved("b") == 6

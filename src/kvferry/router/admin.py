@@ -5,12 +5,14 @@ On a port and under a key of its own, so that no client can reach what is here. 
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.listener import bind, not_listening, runner, url_of
 from kvferry.router.config import RouterConfig
@@ -19,9 +21,12 @@ from kvferry.router.guard import check_headers, same_machine
 from kvferry.router.keys import Keys
 from kvferry.router.replies import Refusal, error_response
 from kvferry.router.services import Services
+from kvferry.router.tls import server_context
 
 if TYPE_CHECKING:
     from kvferry.router.app import Router
+
+log = logging.getLogger("kvferry.router")
 
 OPERATIONS: tuple[Callable[[web.Application, Services], None], ...] = ()
 """Each adds its routes."""
@@ -41,6 +46,11 @@ class Admin:
         self._config = config
         path = config.admin_key_file
         self._keys = Keys(path, "--admin-key-file", least=LEAST_KEY) if path else None
+        self._tls = server_context(config)
+        if self._tls is None and not is_loopback(config.admin_host):
+            log.warning(
+                "--admin-host %s without --ssl-certfile: the admin key crosses the network as it is", config.admin_host
+            )
         self._listener: socket.socket | None = None
         self.url = ""
         app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guard])
@@ -71,8 +81,8 @@ class Admin:
     async def start(self) -> None:
         assert self._listener is not None
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listener).start()
-        self.url = url_of(self._listener)
+        await web.SockSite(self._runner, self._listener, ssl_context=self._tls).start()
+        self.url = url_of(self._listener, self._tls)
 
     async def stop(self) -> None:
         await self._runner.cleanup()

@@ -19,6 +19,7 @@ from kvferry.router.pool import Engine
 from kvferry.router.record import Leg, Record
 from kvferry.router.replies import Refusal
 from kvferry.router.services import Services
+from kvferry.story import STEPS
 
 PAGE, DATA = "/dashboard", "/dashboard/data"
 SAFE = {
@@ -33,9 +34,7 @@ class Dashboard:
     """`local`: answers only who names this machine as the host; see `same_machine`."""
 
     def __init__(self, services: Services, *, local: bool = True) -> None:
-        from kvferry.launch.timeline import STEPS
-
-        self._services, self._local, self._steps = services, local, STEPS
+        self._services, self._local = services, local
         self._began = time.time()
         self._page = resources.files("kvferry.router").joinpath("dashboard.html").read_text("utf-8")
         self._policy = (
@@ -76,7 +75,7 @@ class Dashboard:
             "engines": [_engine(one) for one in services.pool.all()],
             "requests": [self._told(record) for record in recent.since(after)],
             "errors": [msgspec.structs.replace(record, legs=[]) for record in recent.errors],
-            "steps": self._steps,
+            "steps": STEPS,
         }
 
     def _told(self, record: Record) -> Record:
@@ -87,7 +86,7 @@ class Dashboard:
         legs: list[Leg] = []
         for leg in record.legs:
             events = sorted([*leg.events, *told.events(leg.transfer_id)], key=lambda event: event.t)
-            legs.append(msgspec.structs.replace(leg, events=events))
+            legs.append(msgspec.structs.replace(leg, events=events, nbytes=told.moved(leg.transfer_id)))
         return msgspec.structs.replace(record, legs=legs)
 
 

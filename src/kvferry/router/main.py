@@ -139,9 +139,7 @@ class Running:
             raise not_listening(host, port, error) from None
         await self._runner.setup()
         await web.SockSite(self._runner, listener, ssl_context=self._tls).start()
-        self.url = url_of(listener)
-        if self._tls is not None:
-            self.url = self.url.replace("http:", "https:", 1)
+        self.url = url_of(listener, self._tls)
         if self._admin is not None:
             await self._admin.start()
         return self

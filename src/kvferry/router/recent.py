@@ -21,7 +21,7 @@ class Recent:
 
     def add(self, record: Record) -> None:
         self._records.append(record)
-        if record.code:
+        if record.failed:
             self._errors.append(record)
 
     def since(self, number: int) -> list[Record]:

@@ -10,6 +10,8 @@ import msgspec
 
 _PLAIN = re.compile(r"[!#-~]+")
 _LONG = 300
+CLIENT_LEFT = "client_left"
+"""The code of a request whose client didn't wait for its end."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -21,12 +23,15 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer. `prefill` "": decode did all; `decode` "": was never chosen."""
+    """One transfer. `prefill` "": decode did all; `decode` "": was never chosen. `nbytes`: KV that engines said they
+    posted, 0 where they didn't say.
+    """
 
     transfer_id: str
     prefill: str = ""
     decode: str = ""
     events: list[Event]
+    nbytes: int = 0
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +55,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     side: str = ""
     reason: str = ""
     legs: list[Leg] = []
+
+    @property
+    def failed(self) -> bool:
+        """A client that left is no failure."""
+        return self.code not in ("", CLIENT_LEFT)
 
     @property
     def transfer_ids(self) -> str:

@@ -34,19 +34,20 @@ class Seen:
     def done(self, record: Record, span: Span | None, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         self._count(record)
         self.recent.add(record)
-        log.log(logging.WARNING if record.code else logging.INFO, record)
+        log.log(logging.WARNING if record.failed else logging.INFO, record)
         if span is not None and self.tracing is not None:
             spawn(self.tracing.finish(span, record, self.told))
 
     def _count(self, record: Record) -> None:
         metrics = self._metrics
-        if record.ttft_ms is not None and not record.code:
+        if record.status == 200 and not record.code:
             labels = metrics.model(record.model), ENGINE
-            metrics.ttft.labels(*labels).observe(record.ttft_ms / 1e3)
+            if record.ttft_ms is not None:
+                metrics.ttft.labels(*labels).observe(record.ttft_ms / 1e3)
             metrics.e2e.labels(*labels).observe(record.e2e_ms / 1e3)
             if record.tpot_ms is not None:
                 metrics.tpot.labels(*labels).observe(record.tpot_ms / 1e3)
-        outcome = "ok" if not record.code else "left" if record.code == "client_left" else "failed"
+        outcome = "failed" if record.failed else "left" if record.code else "ok"
         for leg in record.legs:
             if leg.prefill:
                 metrics.outcomes.labels(record.mode, outcome, record.code or "none").inc()

@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
-from kvferry.router import merge, openai, traceparent
+from kvferry.router import merge, openai, record, traceparent
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.openai import Plan, Route
 from kvferry.router.pace import Tokens, tokens_told
@@ -201,7 +201,7 @@ class Generation:
             tpot_ms=_ms(tpot),
             e2e_ms=round(e2e * 1e3, 3),
             retries=self._made - len(self._exchanges),
-            code="client_left" if left else error.code if error is not None else "",
+            code=record.CLIENT_LEFT if left else error.code if error is not None else "",
             side=error.side if isinstance(error, LegFailed) else "",
             reason="" if error is None else clipped(str(error)),
             legs=[

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import COMPLETIONS, DONE, MODEL, Call, Pair, begin_stream, event, hang, refuse, serving, slam, usage
+from scripted import COMPLETIONS, DONE, MODEL, Call, Pair, begin_stream, decode_ok, event, hang, refuse, serving, slam, usage
 
 from kvferry.router.logs import JsonFormatter
 from kvferry.router.record import Record
@@ -45,6 +45,8 @@ async def test_latencies_have_vllms_names() -> None:
     async with serving() as pair:
         pair.d.script = told
         assert (await pair.complete(stream=True))[0] == 200
+        pair.d.script = decode_ok
+        assert (await pair.complete())[0] == 200
         pair.p.script = refuse(400, {"error": {"message": "no", "code": 400}})
         assert (await pair.complete(stream=True))[0] == 400
         shown = await samples(pair)
@@ -52,7 +54,7 @@ async def test_latencies_have_vllms_names() -> None:
     for name, count in (
         ("time_to_first_token_seconds", 1),
         ("request_time_per_output_token_seconds", 1),
-        ("e2e_request_latency_seconds", 1),
+        ("e2e_request_latency_seconds", 2),
         ("inter_token_latency_seconds", 3),  # a-b, b-c, c-usage
     ):
         assert shown[f"vllm:{name}_count{labels}"] == count, name
@@ -60,10 +62,10 @@ async def test_latencies_have_vllms_names() -> None:
     assert 0.02 <= gaps <= shown[f"vllm:e2e_request_latency_seconds_sum{labels}"]
     outcomes = {key: value for key, value in shown.items() if key.startswith("kvferry_router_pd_outcomes_total")}
     assert outcomes == {
-        'kvferry_router_pd_outcomes_total{mode="push",outcome="ok",reason="none"}': 1,
+        'kvferry_router_pd_outcomes_total{mode="push",outcome="ok",reason="none"}': 2,
         'kvferry_router_pd_outcomes_total{mode="push",outcome="failed",reason="engine_error"}': 1,
     }
-    assert shown['kvferry_router_pd_handover_seconds_count{mode="push"}'] == 1
+    assert shown['kvferry_router_pd_handover_seconds_count{mode="push"}'] == 2
 
 
 async def test_model_labels_are_bounded() -> None:
@@ -131,9 +133,10 @@ async def test_a_client_that_leaves_is_told_apart() -> None:
         writer.close()
         recent = pair.running._app[_services()].seen.recent
         async with asyncio.timeout(5):
-            while not recent.errors:
+            while not recent.since(0):
                 await asyncio.sleep(0.01)
-        (record,) = recent.errors
+        (record,) = recent.since(0)
+        assert recent.errors == []
         assert (record.code, record.status) == ("client_left", 499)
         assert (await samples(pair))[
             'kvferry_router_pd_outcomes_total{mode="push",outcome="left",reason="client_left"}'
@@ -163,6 +166,7 @@ async def test_the_dashboards_data(tmp_path: Path) -> None:
         assert events[0] == "received" and events[-1] == "last_token"
         by_engines = [one for one in request["legs"][0]["events"] if one[1] != "router"]
         assert [one[:2] for one in by_engines] == [[line["event"], line["side"]] for line in lines]
+        assert request["legs"][0]["nbytes"] == 1000
         assert [one[2] for one in request["legs"][0]["events"]] == sorted(
             one[2] for one in request["legs"][0]["events"]
         )

@@ -114,6 +114,20 @@ async def test_clients_show_certificates(authority: Authority, stranger: Authori
                     await response.read()
 
 
+async def test_the_admin_listener_speaks_tls_too(authority: Authority, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef")
+    key.chmod(0o600)
+    settings = {"ssl_certfile": authority.pem("router"), "admin_port": 0, "admin_key_file": str(key)}
+    async with serving(**settings) as pair:
+        assert pair.running.admin_url.startswith("https://127.0.0.1:")
+        url, headers = pair.running.admin_url + "/dashboard/data", {"Authorization": "Bearer 0123456789abcdef"}
+        async with pair.session.get(url, headers=headers, ssl=client(authority)) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await pair.session.get(url.replace("https", "http"), headers=headers)
+
+
 class TlsEngine(Engine):
     """The scripted one behind TLS: its plain port, and one that a connection is unwrapped on."""
 
