@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import COMPLETIONS, DONE, MODEL, Call, Pair, begin_stream, decode_ok, event, hang, refuse, serving, slam, usage
+from scripted import (
+    COMPLETIONS,
+    DONE,
+    MODEL,
+    Call,
+    Pair,
+    begin_stream,
+    decode_ok,
+    event,
+    hang,
+    refuse,
+    serving,
+    slam,
+    usage,
+)
 
 from kvferry.router.logs import JsonFormatter
 from kvferry.router.record import Record
