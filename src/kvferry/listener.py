@@ -9,8 +9,8 @@ from aiohttp import web
 
 from kvferry.errors import ConfigError
 
-MAX_HEADER_BYTES = 1024 * 1024
-"""One header line: far above what any front end takes, so that it, not the parser, says what is too much."""
+MAX_HEADER_BYTES = 64 * 1024
+"""One header line, as uvicorn allows it."""
 
 
 def bind(host: str, port: int) -> socket.socket:

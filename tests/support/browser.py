@@ -29,6 +29,7 @@ class Browser:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._ids = itertools.count(1)
+        self._loads = 0
         self.logged: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -36,12 +37,17 @@ class Browser:
         await self._socket.send_json({"id": number, "method": method, "params": params})
         async with asyncio.timeout(ANSWER_S):
             while True:
-                answer = await self._socket.receive_json()
+                answer = await self._next()
                 if answer.get("id") == number:
                     assert "error" not in answer, answer["error"]
                     return answer["result"]
-                if answer.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-                    self.logged.append(json.dumps(answer["params"]))
+
+    async def _next(self) -> dict[str, Any]:
+        message = await self._socket.receive_json()
+        if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            self.logged.append(json.dumps(message["params"]))
+        self._loads += message.get("method") == "Page.loadEventFired"
+        return message
 
     async def run(self, script: str) -> Any:
         """The value of a JavaScript expression, of a promise once it is there."""
@@ -50,7 +56,12 @@ class Browser:
         return found["result"].get("value")
 
     async def open(self, url: str) -> None:
+        """Returns when it has loaded."""
+        loads = self._loads
         await self.call("Page.navigate", url=url)
+        async with asyncio.timeout(ANSWER_S):
+            while self._loads == loads:
+                await self._next()
 
     async def until(self, script: str) -> None:
         """Until the page says that this is true: looked at when it draws."""

@@ -38,6 +38,11 @@ KINDS = {
         "kvferry.bench.transfer_command",
         "kvferry bench transfer --shape qwen3-32b-tp8 --tokens 16384 --fragmentation 1 --mode push --json out.json",
     ),
+    "router": Kind(
+        "what a router adds to TTFT and how much it relays, on one core, beside vLLM's Rust router",
+        "kvferry.bench.router_command",
+        "kvferry bench router --qps 200,400 --peer-command vllm-router --json out.json",
+    ),
     "plot": Kind(
         "figures of a sweep, or the timeline of one transfer",
         "kvferry.bench.plot_command",

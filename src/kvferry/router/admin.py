@@ -91,7 +91,7 @@ class Admin:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check_headers(request)
+            check_headers(request.headers)
             if self._keys is None:
                 same_machine(request)
             elif request.path not in OPEN:

@@ -1,7 +1,7 @@
 """The HTTP face: OpenAI's routes in, one reply out. Builds everything that a router consists of.
 
-Serve it with `handler_cancellation=True` (as `main.Running` does): a client that leaves then cancels its handler,
-which closes both legs.
+`main.Running` serves it: the routes that generate through `server.Server`, which cancels the handler of a client that
+leaves, so that both legs are closed; all others through aiohttp.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,7 @@ from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
 from kvferry.router.seen import Seen
 from kvferry.router.serve import CLIENT_LEFT, Generation
+from kvferry.router.server import Request, Stream
 from kvferry.router.services import Services
 from kvferry.router.tls import engine_context
 from kvferry.router.told import Told
@@ -35,8 +36,9 @@ from kvferry.story import Story
 
 log = logging.getLogger("kvferry.router")
 
-SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
 ROUTER: web.AppKey[Router] = web.AppKey("router")
+GENERATE: dict[str, Route] = {route: route for route in (openai.COMPLETIONS, openai.CHAT)}
+"""The routes that `server.Server` takes; all others are aiohttp's."""
 SHUTDOWN_S = 3.0
 """Abandoned transfers are told to P for this long after the last request."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,9 +49,7 @@ def build_app(config: RouterConfig) -> web.Application:
     config.check()
     router = Router(config)
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[router.guard])
-    app[SERVICES] = router.services
-    app.router.add_post(openai.COMPLETIONS, router.completions)
-    app.router.add_post(openai.CHAT, router.chat)
+    app[ROUTER] = router
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     app.router.add_get("/metrics", router.metrics)
@@ -82,7 +82,6 @@ class Router:
         self._beside: set[asyncio.Task[None]] = set()
 
     async def life(self, app: web.Application) -> AsyncIterator[None]:
-        await self.services.upstream.start()
         self.services.pool.start()
         yield
         await self.services.pool.close()
@@ -91,7 +90,7 @@ class Router:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await self.services.upstream.close()
+        self.services.upstream.close()
         if self.services.seen.tracing is not None:
             await self.services.seen.tracing.close()
         self.services.story.close()
@@ -105,7 +104,7 @@ class Router:
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Whatever fails before or outside a generation becomes one typed reply."""
         try:
-            self._guard.check(request)
+            self._guard.check(request.path, request.headers)
             return await handler(request)
         except KVFerryError as error:
             refusal = error
@@ -117,13 +116,26 @@ class Router:
         self.services.metrics.errors.labels(_label(request), refusal.code, "router").inc()
         return error_response(refusal)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(openai.COMPLETIONS, request)
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raises `Refusal` for what shall not be read."""
+        try:
+            self._guard.check(path, headers)
+        except Refusal as refusal:
+            self.services.metrics.errors.labels(path, refusal.code, "router").inc()
+            raise
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(openai.CHAT, request)
+    async def generate(self, request: Request) -> None:
+        """Answers it. Only the client's leaving comes out as an exception."""
+        route = GENERATE[request.path]
+        try:
+            response = await self._generate(route, request)
+        except KVFerryError as error:
+            self.services.metrics.errors.labels(route, error.code, "router").inc()
+            response = error_response(error)
+        if isinstance(response, web.Response):
+            request.send(response)
 
-    async def _generate(self, route: Route, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, route: Route, request: Request) -> web.Response | Stream:
         if self._running >= self.services.config.max_requests:
             raise Refusal(429, "too_many_requests", f"{self._running} requests are in flight, which is the limit")
         begun, status = time.monotonic(), CLIENT_LEFT
@@ -133,9 +145,6 @@ class Router:
             response = await generation.run()
             status = response.status
             return response
-        except web.HTTPException as error:
-            status = error.status
-            raise
         finally:
             self._running -= 1
             self.services.metrics.requests.labels(route, self._mode, str(status)).inc()

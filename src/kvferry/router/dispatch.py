@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from kvferry.errors import PeerUnreachable, TransferTimeout
 from kvferry.ids import TransferId, new_transfer_id
-from kvferry.router import explain
+from kvferry.router import explain, wire
+from kvferry.router.connection import Response
 from kvferry.router.dialect import Dialect, Params, Source
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
 from kvferry.router.pace import Pace
@@ -45,7 +44,7 @@ PREFILL_TAIL_S = 10.0
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """D's answer. Streamed: `head` has been read of `response` and seen by `watcher`. Whole: `body`."""
 
-    response: aiohttp.ClientResponse
+    response: Response
     watcher: Watcher | None = None
     head: bytes = b""
     body: bytes = b""
@@ -75,7 +74,7 @@ class Exchange:
         if self._dialect is not None:
             self._headers.update(self._dialect.headers(self.transfer_id))
         self._tasks: list[asyncio.Task[Any]] = []
-        self._responses: list[aiohttp.ClientResponse] = []
+        self._responses: list[Response] = []
         self._prefill_ok = asyncio.Event()
         self.events: list[Event] = []
         self.pace = Pace(functools.partial(services.metrics.served.gaps, plan.model))
@@ -246,7 +245,7 @@ class Exchange:
             metrics.pd_decode_errors.labels(engine.url, error.code).inc()
             raise error from None
 
-    async def _stream_head(self, response: aiohttp.ClientResponse) -> Answer:
+    async def _stream_head(self, response: Response) -> Answer:
         """Up to the first data, or to the first bytes of any kind if P has answered."""
         url = self.decode.url
         watcher, head = Watcher(), b""
@@ -265,7 +264,7 @@ class Exchange:
             self._token_seen()
         return Answer(response=response, watcher=watcher, head=head)
 
-    async def _more_or_prefill(self, response: aiohttp.ClientResponse) -> bytes | None:
+    async def _more_or_prefill(self, response: Response) -> bytes | None:
         """D's next bytes; None if P's good answer came before them."""
         read = asyncio.create_task(read_some("decode", self.decode.url, response))
         answered = asyncio.create_task(self._prefill_ok.wait())
@@ -290,9 +289,9 @@ class Exchange:
             return True
         return False
 
-    async def _post(self, engine: Engine, body: Body) -> aiohttp.ClientResponse:
+    async def _post(self, engine: Engine, body: Body) -> Response:
         """A 200, its body unread. Raises `LegFailed`."""
-        raw = json.dumps(body, separators=(",", ":")).encode()
+        raw = wire.dumps(body, self._plan.plain)
         try:
             response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, self._headers)
         except LegFailed as error:
@@ -317,7 +316,7 @@ class Exchange:
 
 def _object(raw: bytes) -> Body | None:
     try:
-        body = json.loads(raw)
+        body, _ = wire.loads(raw)
     except ValueError:
         return None
     return body if isinstance(body, dict) else None

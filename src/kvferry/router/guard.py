@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -24,19 +25,18 @@ class Guard:
     def __init__(self, config: RouterConfig) -> None:
         self._keys = Keys(config.client_key_file, "--client-key-file") if config.client_key_file else None
 
-    def check(self, request: web.Request) -> None:
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raises `Refusal`: 431, 401."""
-        check_headers(request)
-        if self._keys is not None and request.path not in OPEN:
-            self._keys.check(request.headers.get("Authorization"))
+        check_headers(headers)
+        if self._keys is not None and path not in OPEN:
+            self._keys.check(headers.get("Authorization"))
 
 
-def check_headers(request: web.Request) -> None:
+def check_headers(headers: Mapping[str, str]) -> None:
     """Raises `Refusal` 431."""
-    headers = request.raw_headers
     if len(headers) > MOST_HEADERS:
         raise _too_large(f"there are {len(headers)} headers, {MOST_HEADERS} is the limit")
-    size = sum([len(name) + len(value) for name, value in headers])
+    size = sum([len(name) + len(value) for name, value in headers.items()])
     if size > MOST_HEADER_BYTES:
         raise _too_large(f"the headers have {size} bytes, {MOST_HEADER_BYTES} is the limit")
 

@@ -59,15 +59,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     prompt_logprobs: int | None = None
     parts: tuple[Body, ...]
+    plain: bool = True
+    """See `wire.loads`."""
 
 
-def untouched(route: Route, body: object) -> Plan:
+def untouched(route: Route, body: object, plain: bool = True) -> Plan:
     """The plan of a request that one engine answers alone."""
     clean = sanitised(_object(body))
-    return Plan(route=route, model=_model(clean), stream=bool(clean.get("stream")), parts=(clean,))
+    return Plan(route=route, model=_model(clean), stream=bool(clean.get("stream")), parts=(clean,), plain=plain)
 
 
-def read(route: Route, body: object) -> Plan:
+def read(route: Route, body: object, plain: bool = True) -> Plan:
     """Raises `Refusal`: 400 for what is no request, 501 for what this version cannot answer like one engine."""
     clean = sanitised(_object(body))
     stream = bool(clean.get("stream"))
@@ -87,6 +89,7 @@ def read(route: Route, body: object) -> Plan:
         n=n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1,
         prompt_logprobs=None if stream else prompt_logprobs,
         parts=parts,
+        plain=plain,
     )
 
 

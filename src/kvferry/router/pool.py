@@ -203,8 +203,8 @@ class Pool:
                 pass
 
     async def _probe(self, engine: Engine) -> None:
-        status, _ = await self._upstream.get(f"{engine.url}/health", self._config.api_key, PROBE_TIMEOUT_S)
-        _expect(engine, "/health", status)
+        health = await self._upstream.get(engine.url, "/health", self._config.api_key, PROBE_TIMEOUT_S)
+        _expect(engine, "/health", health.status)
         now = time.monotonic()
         if now - engine.described_at < self._config.describe_interval_s:
             return
@@ -237,12 +237,12 @@ class Pool:
         return about
 
     async def _models(self, engine: Engine) -> dict[str, Any] | None:
-        status, body = await self._upstream.get(f"{engine.url}/v1/models", self._config.api_key, PROBE_TIMEOUT_S)
-        if status == 404:
+        answer = await self._upstream.get(engine.url, "/v1/models", self._config.api_key, PROBE_TIMEOUT_S)
+        if answer.status == 404:
             return None
-        _expect(engine, "/v1/models", status)
+        _expect(engine, "/v1/models", answer.status)
         try:
-            return {entry["id"]: entry for entry in json.loads(body)["data"]}
+            return {entry["id"]: entry for entry in json.loads(answer.body)["data"]}
         except (ValueError, KeyError, TypeError):
             raise PeerUnreachable(f"{engine.url}/v1/models answered no list of models") from None
 

@@ -1,51 +1,59 @@
-"""D's answer -> the client: bytes as they came, at the pace of the slower side; a break ends in one error event."""
+"""D's answer -> the client: bytes as they came, at the pace of the slower side; a break ends in one error event.
+
+A piece goes to the client's socket in the callback that read it from D's. Only where the client is slower than D does a
+task wait between the two; D's socket isn't read meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from aiohttp import web
-
 from kvferry.errors import KVFerryError
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.replies import LegFailed, error_event
-from kvferry.router.upstream import read_some, returned
+from kvferry.router.server import Request, Stream
+from kvferry.router.upstream import pipe, returned
 
 LAST_WORDS_S = 5.0
 """A client that does not even take the error event within this long is given up."""
 
 
 async def relay(
-    request: web.Request,
+    request: Request,
     exchange: Exchange,
     answer: Answer,
     headers: dict[str, str],
     deadline: float | None,
     first_token: Callable[[], None],
-) -> tuple[web.StreamResponse, KVFerryError | None]:
+) -> tuple[Stream, KVFerryError | None]:
     """What was sent, and the failure that cut it, if one did. Raises `ConnectionError` if the client is gone."""
     watcher = answer.watcher
     assert watcher is not None
-    response = web.StreamResponse(status=200, headers=returned(answer.response.headers))
-    response.headers.update(headers)
-    await response.prepare(request)
+    kept = returned(answer.response.headers)
+    kept.update(headers)
+    out = request.stream(kept)
     failure: KVFerryError | None = None
+    url, source = exchange.decode.url, answer.response
+
+    def sink(piece: bytes) -> bool:
+        out.write(piece)
+        if exchange.saw(watcher, piece):
+            first_token()
+        return not out.full
+
     try:
         async with asyncio.timeout_at(deadline):
-            await response.write(answer.head)
+            out.write(answer.head)
             if watcher.first_data is not None:
                 first_token()
-            while chunk := await read_some("decode", exchange.decode.url, answer.response):
-                seen = exchange.saw(watcher, chunk)
-                await response.write(chunk)
-                if seen:
-                    first_token()
-        if not watcher.done and not _framed(answer):
+            while await pipe("decode", url, source, sink):
+                await out.drained()
+        if not watcher.done and not source.framed:
             failure = LegFailed(
-                f"decode engine {exchange.decode.url} closed its stream before the end",
+                f"decode engine {url} closed its stream before the end",
                 side="decode",
-                peer=exchange.decode.url,
+                peer=url,
             )
     except LegFailed as error:
         failure = error
@@ -54,15 +62,10 @@ async def relay(
     if failure is not None:
         event = error_event(failure, exchange.transfer_id)
         try:
+            out.write(event if watcher.between_events else b"\n\n" + event)
             async with asyncio.timeout(LAST_WORDS_S):
-                await response.write(event if watcher.between_events else b"\n\n" + event)
+                await out.drained()
         except TimeoutError:
             raise ConnectionResetError("the client takes nothing") from None
-    await response.write_eof()
-    return response, failure
-
-
-def _framed(answer: Answer) -> bool:
-    """The end of the body was told by its framing, so a missing part would have been an error."""
-    headers = answer.response.headers
-    return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
+    out.end()
+    return out, failure

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import time
 import uuid
@@ -14,7 +13,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
-from kvferry.router import merge, openai, record, traceparent
+from kvferry.router import merge, openai, record, traceparent, wire
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.openai import Plan, Route
 from kvferry.router.pace import Tokens, tokens_told
@@ -23,6 +22,7 @@ from kvferry.router.recent import clipped
 from kvferry.router.record import Leg, Record
 from kvferry.router.relay import relay
 from kvferry.router.replies import LegFailed, Refusal, error_response
+from kvferry.router.server import Request, Stream
 from kvferry.router.services import Services
 from kvferry.router.upstream import returned
 
@@ -35,7 +35,7 @@ CLIENT_LEFT = 499
 class Generation:
     """One request of one client. Made, run once, dropped."""
 
-    def __init__(self, services: Services, route: Route, request: web.Request) -> None:
+    def __init__(self, services: Services, route: Route, request: Request) -> None:
         self._services = services
         self._route: Route = route
         self._request = request
@@ -58,7 +58,7 @@ class Generation:
     def transfer_ids(self) -> str:
         return ",".join(exchange.transfer_id for exchange in self._exchanges)
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> web.Response | Stream:
         """The reply, sent already if it was a stream. Only the client's leaving comes out as an exception."""
         raw = await self._request.read()
         failure = "internal error"
@@ -98,13 +98,13 @@ class Generation:
 
     def _plan(self, raw: bytes) -> Plan:
         try:
-            body = json.loads(raw)
+            body, plain = wire.loads(raw)
         except (ValueError, RecursionError) as error:
             raise Refusal(400, "invalid_json", f"the body is not JSON: {error}") from None
         dialect = self._services.dialect
         if dialect is None:
-            return openai.untouched(self._route, body)
-        plan = openai.read(self._route, body)
+            return openai.untouched(self._route, body, plain)
+        plan = openai.read(self._route, body, plain)
         dialect.refuse(plan)
         return plan
 

@@ -31,13 +31,13 @@ def server_context(config: RouterConfig) -> ssl.SSLContext | None:
     return context
 
 
-def engine_context(config: RouterConfig) -> ssl.SSLContext:
-    """For `https` engines: their certificates are checked against `engine_ca_certs`, else against the system's.
+def engine_context(config: RouterConfig) -> ssl.SSLContext | None:
+    """For `https` engines: their certificates are checked against `engine_ca_certs`. None: against the system's.
 
     Raises `ConfigError`.
     """
     if not config.engine_ca_certs:
-        return ssl.create_default_context()
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _load(context, config.engine_ca_certs, "--engine-ca-certs")
     return context

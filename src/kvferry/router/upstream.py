@@ -1,4 +1,4 @@
-"""The HTTP client to the engines: one pooled session, raw bytes out and in, third-party errors translated here.
+"""Requests to the engines: which headers go there and come back, what a broken connection means.
 
 Owner: the event loop. A response is closed by whoever holds it; closing one before its end closes its connection,
 which is how an engine learns that nobody wants the answer.
@@ -10,13 +10,13 @@ import asyncio
 import ssl
 import time
 from collections.abc import Mapping
-from types import SimpleNamespace
 
-import aiohttp
+import msgspec
 from multidict import CIMultiDict
 
 from kvferry.errors import EngineError, PeerUnreachable
 from kvferry.router.config import RouterConfig
+from kvferry.router.connection import Broken, Connections, Response, Sink, Unreachable
 from kvferry.router.replies import MAX_ERROR_BYTES, LegFailed, cut_body
 
 HOP_BY_HOP = frozenset(
@@ -45,13 +45,8 @@ _NOT_FORWARDED = HOP_BY_HOP | {
 }
 _NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
 
-IDLE_S = 4.0
-"""An idle connection is kept this long: below uvicorn's 5 s, so that the engine is rarely the one that closes."""
 IDLE_RACE_S = 0.5
-"""A reused connection that breaks this soon was closed by the engine while idle; later it broke at work."""
-
-_BROKEN = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
-_ALL = (aiohttp.ClientError, ConnectionError, asyncio.TimeoutError)
+"""A kept connection that breaks this soon was closed by the engine while idle; later it broke at work."""
 
 
 def _named_in_connection(headers: Mapping[str, str]) -> frozenset[str]:
@@ -77,119 +72,87 @@ def returned(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
 
 
+class Answer(msgspec.Struct, frozen=True):
+    """Of a GET."""
+
+    status: int
+    body: bytes
+
+
 class Upstream:
-    """Opens in `start`, closes in `close`. `tls`: for https engines; None: aiohttp's default, which checks them."""
+    """Made on the event loop, closed in `close`. `tls`: for https engines; None: the system's trust."""
 
     def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
-        self._tls: ssl.SSLContext | bool = True if tls is None else tls
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
-        self._pooled: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None
-
-    async def start(self) -> None:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_mark_reused)
         # No limit here: a D leg that waits for its P leg must never keep that from a connection. `max_requests` bounds.
-        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, ssl=self._tls), [trace])
-        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls), [])
+        self._connections = Connections(connect_timeout_s, tls)
 
-    def _session(self, connector: aiohttp.TCPConnector, traces: list[aiohttp.TraceConfig]) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=self._timeout,
-            trace_configs=traces,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-            max_field_size=64 * 1024,
-            max_line_size=64 * 1024,
-        )
+    def close(self) -> None:
+        self._connections.close()
 
-    async def close(self) -> None:
-        for session in (self._pooled, self._fresh):
-            if session is not None:
-                await session.close()
+    async def post(self, side: str, base: str, route: str, body: bytes, headers: Mapping[str, str]) -> Response:
+        """The answer once its head is there. Raises `LegFailed`.
 
-    async def post(
-        self, side: str, base: str, route: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        """The response once its head is there. Raises `LegFailed`.
-
-        A second try is made, silently, only if a reused connection broke at once and without a response byte.
+        A second try is made, silently, only if a kept connection broke at once and without a byte of an answer.
         """
-        assert self._pooled is not None and self._fresh is not None
-        note = SimpleNamespace(reused=False)
         begun = time.monotonic()
         try:
-            return await self._pooled.post(
-                base + route, data=body, headers=headers, allow_redirects=False, trace_request_ctx=note
-            )
-        except _BROKEN as error:
-            refused = isinstance(error, aiohttp.ClientConnectorError)
-            if refused or not note.reused or time.monotonic() - begun > IDLE_RACE_S:
-                raise broken(side, base, error) from error
-        except _ALL as error:
+            try:
+                response, _ = await self._connections.request("POST", base, route, headers, body)
+            except Broken as error:
+                _, kept, touched = error.args
+                if not kept or touched or time.monotonic() - begun > IDLE_RACE_S:
+                    raise
+                response, _ = await self._connections.request("POST", base, route, headers, body, fresh=True)
+        except (Unreachable, Broken) as error:
             raise broken(side, base, error) from error
-        try:
-            return await self._fresh.post(base + route, data=body, headers=headers, allow_redirects=False)
-        except _ALL as error:
-            raise broken(side, base, error) from error
+        return response
 
-    async def get(self, url: str, api_key: str, timeout_s: float, limit: int = MAX_ERROR_BYTES) -> tuple[int, bytes]:
-        """Status and body. Raises `PeerUnreachable`."""
-        assert self._pooled is not None
+    async def get(self, base: str, route: str, api_key: str, timeout_s: float, limit: int = MAX_ERROR_BYTES) -> Answer:
+        """Raises `PeerUnreachable`."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._pooled.get(url, headers=headers, allow_redirects=False) as response,
-            ):
-                body, _ = await read_limited(response, limit)
-                return response.status, body
-        except _ALL as error:
-            raise PeerUnreachable(f"{url}: {_said(error)}") from error
+            async with asyncio.timeout(timeout_s):
+                response, _ = await self._connections.request("GET", base, route, headers, fresh=True)
+                body, _ = await response.read(limit)
+                response.close()
+                return Answer(response.status, body)
+        except (Unreachable, Broken) as error:
+            raise PeerUnreachable(f"{base}{route}: {error.args[0]}") from error
+        except TimeoutError:
+            raise PeerUnreachable(f"{base}{route}: no answer within {timeout_s:g} s") from None
 
 
-async def _mark_reused(session: object, context: SimpleNamespace, params: object) -> None:
-    note = context.trace_request_ctx
-    if note is not None:
-        note.reused = True
-
-
-async def read_limited(response: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bool]:
-    """At most `limit` bytes of the body, and whether it was longer."""
-    parts: list[bytes] = []
-    size = 0
-    async for chunk in response.content.iter_any():
-        parts.append(chunk)
-        size += len(chunk)
-        if size > limit:
-            return b"".join(parts)[:limit], True
-    return b"".join(parts), False
-
-
-async def read_all(side: str, base: str, response: aiohttp.ClientResponse) -> bytes:
+async def read_all(side: str, base: str, response: Response) -> bytes:
     """The whole body. Raises `LegFailed`."""
     try:
-        return await response.read()
-    except _ALL as error:
+        body, _ = await response.read()
+        return body
+    except Broken as error:
         raise broken(side, base, error, "in the middle of its answer") from error
 
 
-async def read_some(side: str, base: str, response: aiohttp.ClientResponse) -> bytes:
+async def read_some(side: str, base: str, response: Response) -> bytes:
     """What has come, at once; b"" at the end. Raises `LegFailed`."""
     try:
-        return await response.content.readany()
-    except _ALL as error:
+        return await response.some()
+    except Broken as error:
         raise broken(side, base, error, "in the middle of its answer") from error
 
 
-async def engine_error(side: str, base: str, response: aiohttp.ClientResponse) -> LegFailed:
+async def pipe(side: str, base: str, response: Response, sink: Sink) -> bool:
+    """See `Response.pipe`. Raises `LegFailed`."""
+    try:
+        return await response.pipe(sink)
+    except Broken as error:
+        raise broken(side, base, error, "in the middle of its answer") from error
+
+
+async def engine_error(side: str, base: str, response: Response) -> LegFailed:
     """The engine's own refusal, ready to be passed on; a body above 1 MiB is cut."""
     content_type = response.headers.get("Content-Type", "application/json")
     try:
-        body, cut = await read_limited(response, MAX_ERROR_BYTES)
-    except _ALL as error:
+        body, cut = await response.read(MAX_ERROR_BYTES)
+    except Broken as error:
         return broken(side, base, error, "in the middle of its error")
     finally:
         response.close()
@@ -207,15 +170,10 @@ async def engine_error(side: str, base: str, response: aiohttp.ClientResponse) -
     )
 
 
-def broken(side: str, base: str, error: BaseException, when: str = "before it answered") -> LegFailed:
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError):
-        message = f"{side} engine {base} cannot be reached: {_said(error)}"
+def broken(side: str, base: str, error: Unreachable | Broken, when: str = "before it answered") -> LegFailed:
+    said = error.args[0]
+    if isinstance(error, Unreachable):
+        message = f"{side} engine {base} cannot be reached: {said}"
         return LegFailed(message, side=side, peer=base, cause=PeerUnreachable(message))
-    message = f"{side} engine {base} closed the connection {when}: {_said(error)}"
+    message = f"{side} engine {base} closed the connection {when}: {said}"
     return LegFailed(message, side=side, peer=base, cause=EngineError(message))
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
-    return str(error) or type(error).__name__

@@ -11,11 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from scripted import CHAT, COMPLETIONS, MODEL, Call, after, decode_ok, error_of, serving
+from scripted import CHAT, COMPLETIONS, MODEL, Call, Pair, after, decode_ok, error_of, serving
 from test_router_process import router
 
 from kvferry.errors import ConfigError
 from kvferry.router import admin
+from kvferry.router.app import ROUTER
 from kvferry.router.config import RouterConfig
 from kvferry.router.main import Running
 from kvferry.router.services import Services
@@ -64,6 +65,29 @@ async def test_a_client_needs_a_key(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not [record for record in caplog.records if "sk-" in record.getMessage()]
 
 
+async def ask(pair: Pair, head: str, body: bytes = b"") -> tuple[int, dict[str, str], asyncio.StreamReader]:
+    """One request by hand: status and headers of the first answer."""
+    host, port = pair.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+    return int(status.split()[1]), dict(line.split(": ", 1) for line in lines), reader
+
+
+async def test_the_body_of_one_without_a_key_is_not_kept(tmp_path: Path) -> None:
+    async with serving(client_key_file=key_file(tmp_path, "sk-one")) as pair:
+        raw = json.dumps(BODY | {"pad": "x" * 4_000_000}).encode()
+        status, headers, reader = await ask(pair, f"Content-Length: {len(raw)}", raw)
+        assert status == 401 and headers.get("Connection") != "close"
+        (connection,) = pair.running._server.open
+        assert connection._body == [] and connection.task is None
+        status, headers, _ = await ask(pair, f"Content-Length: {len(raw)}\r\nExpect: 100-continue")
+        assert status == 401 and headers["Connection"] == "close", "it is not asked for its body"
+        shown = f'kvferry_router_request_errors_total{{code="invalid_api_key",route="{COMPLETIONS}",side="router"}} 2.0'
+        async with pair.session.get(pair.url + "/metrics") as response:
+            assert shown in await response.text()
+
+
 @pytest.mark.parametrize(("own", "seen"), [("engines-key", "Bearer engines-key"), ("", "Bearer sk-one")])
 async def test_whose_key_an_engine_sees(own: str, seen: str, tmp_path: Path) -> None:
     async with serving(client_key_file=key_file(tmp_path, "sk-one"), api_key=own) as pair:
@@ -74,7 +98,7 @@ async def test_whose_key_an_engine_sees(own: str, seen: str, tmp_path: Path) -> 
 async def test_the_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = key_file(tmp_path, "sk-old")
     async with serving(client_key_file=path) as pair:
-        keys = pair.running._app[_router()]._guard._keys
+        keys = pair.running._app[ROUTER]._guard._keys
         clock = iter(range(10, 1000, 10))
         keys._clock = lambda: float(next(clock)) + 1e9
 
@@ -87,12 +111,6 @@ async def test_the_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCapt
         key_file(tmp_path)
         assert await status("sk-new-one") == 200, "a file that can't be used changes nothing"
         assert "holds no key" in caplog.text
-
-
-def _router() -> Any:
-    from kvferry.router.app import ROUTER
-
-    return ROUTER
 
 
 @pytest.mark.parametrize(
@@ -209,7 +227,7 @@ async def test_too_much_header_is_one_clear_431(headers: dict[str, str]) -> None
     async with serving() as pair:
         async with pair.session.post(pair.url + COMPLETIONS, json=BODY, headers=headers) as response:
             facts = error_of(await response.read())
-            assert response.status == 431 and facts["code"] == "headers_too_large" and "limit" in facts["message"]
+            assert response.status == 431 and facts["code"] == "headers_too_large" and "header" in facts["message"]
         assert (await pair.complete())[0] == 200 and len(pair.d.calls) == 1
 
 

@@ -26,6 +26,7 @@ from scripted import (
     usage,
 )
 
+from kvferry.router.app import ROUTER
 from kvferry.router.logs import JsonFormatter
 from kvferry.router.record import Record
 
@@ -84,15 +85,9 @@ async def test_latencies_have_vllms_names() -> None:
 
 async def test_model_labels_are_bounded() -> None:
     async with serving() as pair:
-        metrics = pair.running._app[_services()].metrics.served
+        metrics = pair.running._app[ROUTER].services.metrics.served
         names = {metrics.model(f"m{number}") for number in range(1000)}
         assert len(names) == 101 and "other" in names and metrics.model("m0") == "m0"
-
-
-def _services() -> Any:
-    from kvferry.router.app import SERVICES
-
-    return SERVICES
 
 
 async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +140,7 @@ async def test_a_client_that_leaves_is_told_apart() -> None:
         _, writer = await pair.raw({"model": MODEL, "prompt": "x"})
         await pair.d.call()
         writer.close()
-        recent = pair.running._app[_services()].seen.recent
+        recent = pair.running._app[ROUTER].services.seen.recent
         async with asyncio.timeout(5):
             while not recent.since(0):
                 await asyncio.sleep(0.01)

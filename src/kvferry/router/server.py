@@ -1,0 +1,422 @@
+"""HTTP/1.1 for the routes that generate: parsed by llhttp (httptools), answered without a task between two sockets.
+
+A token's way through a router is a read and a write, so what a server costs per request and per piece is most of what
+the router adds (`kvferry bench router`). A connection whose request is for any other route is handed to `other`, a
+protocol of the general HTTP server, with every byte that has come; it is closed after that answer, since it can't come
+back.
+
+Owner: the event loop. A client that leaves cancels its handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import cast
+
+import httptools
+from aiohttp import web
+from multidict import CIMultiDict
+
+from kvferry.listener import MAX_HEADER_BYTES
+from kvferry.router.replies import Refusal, error_response
+
+log = logging.getLogger("kvferry.router")
+
+IDLE_S = 75.0
+"""A connection without a request is kept this long, as aiohttp does."""
+MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+SLOW_BYTES = 64 * 1024
+"""What may wait for a slow client."""
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+
+
+class Stream:
+    """An answer in pieces. Chunked; to a client of HTTP/1.0 the end of the connection is its end."""
+
+    def __init__(self, connection: Connection, headers: Mapping[str, str], *, chunked: bool) -> None:
+        self.status = 200
+        self._connection, self._chunked = connection, chunked
+        framing = "Transfer-Encoding: chunked" if chunked else "Connection: close"
+        self._head = _head(200, headers, framing)
+
+    @property
+    def full(self) -> bool:
+        """The client is slower than what is written."""
+        return self._connection.full
+
+    def write(self, piece: bytes) -> None:
+        """To a client that left it goes nowhere: its handler is being cancelled."""
+        if piece:
+            framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
+            self._connection.write(self._head + framed if self._head else framed)
+            self._head = b""
+
+    async def drained(self) -> None:
+        """Until the client has taken most of what was written. Raises `ConnectionResetError` if it left."""
+        await self._connection.drained()
+
+    def end(self) -> None:
+        self._connection.write(self._head + (b"0\r\n\r\n" if self._chunked else b""))
+
+
+class Request:
+    """One request, read whole. Answered once, by `send` or `stream`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        old: bool,
+        keep: bool,
+        refusal: Refusal | None = None,
+    ) -> None:
+        self.path, self.headers = path, headers
+        self.refusal = refusal
+        """Why its body was not kept: its only answer."""
+        self.keep = keep
+        """The connection may take another request afterwards."""
+        self.answered = False
+        self._connection, self._body, self._old = connection, body, old
+
+    async def read(self) -> bytes:
+        return self._body
+
+    @property
+    def secure(self) -> bool:
+        return self._connection.secure
+
+    def send(self, response: web.Response) -> None:
+        body = response.body
+        assert body is None or isinstance(body, bytes | bytearray)
+        raw = bytes(body or b"")
+        framing = f"Content-Length: {len(raw)}" + ("" if self.keep else "\r\nConnection: close")
+        self.answered = True
+        self._connection.write(_head(response.status, response.headers, framing) + raw)
+
+    def stream(self, headers: Mapping[str, str]) -> Stream:
+        self.answered = True
+        self.keep = self.keep and not self._old
+        return Stream(self._connection, headers, chunked=not self._old)
+
+
+Handler = Callable[[Request], Awaitable[None]]
+
+
+class Server:
+    """`paths`: those POSTs are ours. `other`: makes the protocol that takes all else. Bytes: of a request's body.
+
+    `admit`: called with path and headers before a body is kept; raises the `Refusal` that is the answer.
+    """
+
+    def __init__(
+        self,
+        paths: frozenset[str],
+        handle: Handler,
+        other: Callable[[], asyncio.Protocol],
+        max_body_bytes: int,
+        admit: Callable[[str, Mapping[str, str]], None] = lambda path, headers: None,
+    ) -> None:
+        self.paths, self.handle, self.other, self.max_body_bytes = paths, handle, other, max_body_bytes
+        self.admit = admit
+        self.open: set[Connection] = set()
+
+    def __call__(self) -> asyncio.Protocol:
+        return Connection(self)
+
+    async def close(self, drain_s: float) -> None:
+        """Running requests have so long, then they are cancelled."""
+        for connection in tuple(self.open):
+            connection.retire()
+        tasks = [connection.task for connection in self.open if connection.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for connection in tuple(self.open):
+            connection.abort()
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._raw = b""
+        """All that came since the last request ended."""
+        self._target = b""
+        self._headers: CIMultiDict[str] = CIMultiDict()
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._ours: bool | None = None
+        self._ended_in_feed = self._mixed = False
+        self._refusal: Refusal | None = None
+        self._turned_away: Refusal | None = None
+        self._waiting: deque[Request] = deque()
+        self._idle: asyncio.TimerHandle | None = None
+        self._last = False
+        self._drained: asyncio.Future[None] | None = None
+        self.full = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def secure(self) -> bool:
+        return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
+
+    # -- for requests and streams
+
+    def write(self, raw: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(raw)
+
+    async def drained(self) -> None:
+        if self._transport is None:
+            raise ConnectionResetError("the client left")
+        if self.full:
+            self._drained = asyncio.get_running_loop().create_future()
+            await self._drained
+
+    def retire(self) -> None:
+        """No further request; closed at once if there is none."""
+        self._last = True
+        if self.task is None and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses
+        self._transport.set_write_buffer_limits(high=SLOW_BYTES)
+        self._server.open.add(self)
+        self._wait()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._server.open.discard(self)
+        self._waiting.clear()
+        self._stop_waiting()
+        if self.task is not None:
+            self.task.cancel()
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_exception(ConnectionResetError("the client left"))
+            self._drained.exception()  # the handler, being cancelled, may not ask
+
+    def pause_writing(self) -> None:
+        self.full = True
+
+    def resume_writing(self) -> None:
+        self.full = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._stop_waiting()
+        self._raw += data
+        self._ended_in_feed = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # nothing that we speak: the request is read as if it had not asked
+            raw, self._raw = self._raw, b""
+            plain = _UPGRADE.sub(b"", raw, count=1)
+            if plain == raw:
+                self._refuse(Refusal(400, "invalid_http", "this server is no proxy"))
+            else:
+                self._restart()
+                self.data_received(plain)
+            return
+        except httptools.HttpParserError as error:
+            refusal = self._refusal or Refusal(400, "invalid_http", f"not a request of HTTP/1.1: {error}")
+            self._refuse(refusal)
+            return
+        if self._ours is False:
+            self._hand_over()
+        elif self._ours is None and len(self._raw) > MAX_HEAD_BYTES:
+            self._refuse(_too_long())
+        elif self._ours is None and self.task is None:
+            self._wait()
+
+    # -- llhttp's calls
+
+    def on_message_begin(self) -> None:
+        self._target, self._headers = b"", CIMultiDict()
+        self._body, self._body_bytes = [], 0
+        self._ours, self._mixed, self._turned_away = None, self._ended_in_feed, None
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if max(len(name), len(value)) > MAX_HEADER_BYTES:
+            self._fail(_too_long())
+        self._headers.add(_text(name), _text(value))
+
+    def on_headers_complete(self) -> None:
+        path = self._target.partition(b"?")[0].decode("latin-1")
+        self._ours = self._parser.get_method() == b"POST" and path in self._server.paths
+        if not self._ours:
+            return
+        length = self._headers.get("Content-Length", "")
+        if length.isdecimal() and int(length) > self._server.max_body_bytes:
+            self._fail(self._too_large())
+        waits = self._headers.get("Expect", "").lower() == "100-continue"
+        try:
+            self._server.admit(path, self._headers)
+        except Refusal as refusal:
+            if waits:
+                self._fail(refusal)
+            self._turned_away = refusal
+        if waits and self.task is None:
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, piece: bytes) -> None:
+        if self._ours:
+            self._body_bytes += len(piece)
+            if self._body_bytes > self._server.max_body_bytes:
+                self._fail(self._too_large())
+            if self._turned_away is None:
+                self._body.append(piece)
+            self._raw = b""  # it will not be handed over
+
+    def on_message_complete(self) -> None:
+        if not self._ours or self._parser.should_upgrade():
+            return
+        self._raw, self._ours, self._ended_in_feed = b"", None, True
+        request = Request(
+            self,
+            self._target.partition(b"?")[0].decode("latin-1"),
+            self._headers,
+            b"".join(self._body),
+            old=self._parser.get_http_version() == "1.0",
+            keep=self._parser.should_keep_alive(),
+            refusal=self._turned_away,
+        )
+        self._body = []
+        if self.task is None:
+            self._begin(request)
+        else:
+            self._waiting.append(request)
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    # -- one request after the other
+
+    def _begin(self, request: Request) -> None:
+        self.task = asyncio.create_task(self._run(request))
+
+    async def _run(self, request: Request) -> None:
+        try:
+            if request.refusal is not None:
+                request.send(error_response(request.refusal))
+            else:
+                await self._server.handle(request)
+        except ConnectionError:
+            self.abort()
+        except Exception:
+            log.exception("POST %s failed", request.path)
+            if request.answered:
+                self.abort()
+            else:
+                request.keep = False
+                request.send(error_response(Refusal(500, "internal_error", "internal error of the router")))
+        finally:
+            self.task = None
+            self._next(request)
+
+    def _next(self, done: Request) -> None:
+        if self._transport is None:
+            return
+        if self._last or not done.keep or not done.answered:
+            self._transport.close()
+        elif self._waiting:
+            self._begin(self._waiting.popleft())
+            if not self._waiting:
+                self._transport.resume_reading()
+        elif self._ours is False:
+            self._hand_over()
+        else:
+            self._wait()
+
+    def _hand_over(self) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        if self.task is not None:
+            transport.pause_reading()
+            return
+        if self._mixed:
+            transport.close()  # it came in one read with the end of another: where it begins is not known
+            return
+        transport.resume_reading()
+        self._server.open.discard(self)
+        other = self._server.other()
+        other.connection_made(transport)
+        transport.set_protocol(other)
+        line, rest = self._raw.split(b"\r\n", 1)
+        other.data_received(line + b"\r\nConnection: close\r\n" + rest)
+        self._transport, self._raw = None, b""
+
+    def _restart(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._ours, self._mixed = None, False
+
+    def _fail(self, refusal: Refusal) -> None:
+        """Ends the parsing, from within a call of llhttp's."""
+        self._refusal = refusal
+        raise ValueError(refusal.message)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """The last answer of this connection."""
+        self._last = True
+        if self.task is None and self._transport is not None:
+            request = Request(self, "", CIMultiDict(), b"", old=False, keep=False)
+            request.send(error_response(refusal))
+            self._transport.close()
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, "body_too_large", f"the body is above {self._server.max_body_bytes} bytes")
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+
+def _too_long() -> Refusal:
+    return Refusal(431, "headers_too_large", f"a header is above {MAX_HEADER_BYTES} bytes")
+
+
+_REASONS = {status.value: status.phrase for status in HTTPStatus}
+_date = (0, "")
+
+
+def _head(status: int, headers: Mapping[str, str], framing: str) -> bytes:
+    global _date
+    now = int(time.time())
+    if _date[0] != now:
+        _date = (now, formatdate(now, usegmt=True))
+    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
+    lines += [f"{name}: {value}" for name, value in headers.items() if name.lower() != "content-length"]
+    return ("\r\n".join([*lines, f"Date: {_date[1]}", framing]) + "\r\n\r\n").encode("utf-8", "surrogateescape")
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
