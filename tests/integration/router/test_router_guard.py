@@ -77,7 +77,7 @@ async def ask(pair: Pair, head: str, body: bytes = b"") -> tuple[int, dict[str, 
 async def test_the_body_of_one_without_a_key_is_not_kept(tmp_path: Path) -> None:
     async with serving(client_key_file=key_file(tmp_path, "sk-one")) as pair:
         raw = json.dumps(BODY | {"pad": "x" * 4_000_000}).encode()
-        status, headers, reader = await ask(pair, f"Content-Length: {len(raw)}", raw)
+        status, headers, _ = await ask(pair, f"Content-Length: {len(raw)}", raw)
         assert status == 401 and headers.get("Connection") != "close"
         (connection,) = pair.running._server.open
         assert connection._body == [] and connection.task is None
