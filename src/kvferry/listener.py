@@ -9,8 +9,8 @@ from aiohttp import web
 
 from kvferry.errors import ConfigError
 
-MAX_HEADER_BYTES = 64 * 1024
-"""One header line, as uvicorn allows it."""
+MAX_HEADER_BYTES = 256 * 1024
+"""Of all header lines of a request. vLLM takes more; nothing that is right needs it."""
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -54,6 +54,13 @@ def test_failures_are_current() -> None:
     assert (ROOT / "docs" / "failures.md").read_text() == page, "run `python scripts/draw_failures.py`"
 
 
+def test_the_contract_is_current() -> None:
+    """The page says of each request what the suite checks, and each stated difference names a test that exists."""
+    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_contract.py"))
+    assert (ROOT / "docs" / "contract.md").read_text() == drawn["page"](), "run `python scripts/draw_contract.py`"
+    assert all((ROOT / where).is_file() for _, _, where in drawn["GENERAL"])
+
+
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 def test_links_resolve(page: str) -> None:
     path = ROOT / page

@@ -16,7 +16,7 @@ PARAMS = {"transfer_id": "T"}
 
 def legs(route: openai.Route, body: dict[str, Any]) -> tuple[Plan, dict[str, Any], dict[str, Any]]:
     plan = openai.read(route, body)
-    return plan, openai.prefill_body(plan, plan.parts[0], PARAMS), openai.decode_body(plan.parts[0], PARAMS)
+    return plan, openai.prefill_body(plan, plan.parts[0], PARAMS), openai.decode_body(plan, plan.parts[0], PARAMS)
 
 
 def test_c01_limits_per_route() -> None:
@@ -80,9 +80,9 @@ def test_c05_fan_out(n: object, fan_out: int) -> None:
     [
         ("a", ["a"]),
         (["a"], [["a"]]),
-        (["a", "b"], ["a", "b"]),
+        (["a", "b"], [["a"], ["b"]]),
         ([1, 2, 3], [[1, 2, 3]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([[1, 2], [3]], [[[1, 2]], [[3]]]),
         ([[1, 2]], [[[1, 2]]]),
         ([], [[]]),
         (["a", 1], [["a", 1]]),

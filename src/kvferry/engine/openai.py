@@ -5,7 +5,6 @@ fields pass, and settings of a sampler that this engine does not have are checke
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -17,9 +16,11 @@ from kvferry.engine.text import Chat, flat
 from kvferry.errors import ConfigError
 
 Body = TypeVar("Body")
-Route = Literal["/v1/completions", "/v1/chat/completions"]
+Route = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"]
 COMPLETIONS: Route = "/v1/completions"
 CHAT: Route = "/v1/chat/completions"
+RESPONSES: Route = "/v1/responses"
+GENERATE: Route = "/inference/v1/generate"
 
 MAX_N = 16384
 MAX_PROMPTS = 1024
@@ -152,15 +153,15 @@ class Ask:
     skip_special: bool
 
 
-_decoders: Mapping[type[Any], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind, strict=False) for kind in (Completion, ChatCompletion, Tokenize, Detokenize, Abort)
-}
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 _PLACE = re.compile(r" - at `\$\.([^`]*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def read(kind: type[Body], raw: bytes) -> Body:
     """Raises `BadRequest` naming the field."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.json.Decoder(kind, strict=False)
     try:
         body: Body = _decoders[kind].decode(raw)
     except msgspec.ValidationError as error:
@@ -177,22 +178,32 @@ def read(kind: type[Body], raw: bytes) -> Body:
 
 def read_completion(raw: bytes) -> Completion:
     body = read(Completion, raw)
+    check_completion(body)
+    return body
+
+
+def check_completion(body: Completion) -> None:
+    """Raises `BadRequest`."""
     _check(body)
     _non_negative("logprobs", body.logprobs)
     if body.prompt_embeds is not None:
         raise BadRequest("prompt_embeds are not supported, send text or token ids", param="prompt_embeds")
     if body.suffix is not None:
         raise BadRequest("suffix is only supported for models with FIM completion rendering", param="suffix")
-    return body
 
 
 def read_chat(raw: bytes) -> ChatCompletion:
     body = read(ChatCompletion, raw)
+    check_chat(body)
+    return body
+
+
+def check_chat(body: ChatCompletion) -> None:
+    """Raises `BadRequest`."""
     _check(body)
     _non_negative("top_logprobs", body.top_logprobs)
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
-    return body
 
 
 def _check(body: Common) -> None:
@@ -270,7 +281,7 @@ def ask_of(body: Completion | ChatCompletion) -> Ask:
         echo=bool(body.echo),
         only_prompt=bool(not chat and body.echo and body.max_tokens == 0),
         logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None or (not chat and bool(body.echo) and logprobs is not None),
         token_ids=bool(body.return_token_ids),
         names_as_ids=bool(body.return_tokens_as_token_ids),
         prompt_text=bool(isinstance(body, ChatCompletion) and body.return_prompt_text),

@@ -89,6 +89,10 @@ class Replies:
 
     # -- a stream
 
+    def early(self) -> bytes:
+        """The events that go out before there is any token."""
+        return b""
+
     def opening(self, index: int, prompt: Prompt) -> bytes:
         """The events before a choice's first token: of a chat, its role."""
         if not self._chat:

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -22,11 +22,13 @@ from aiohttp import HttpVersion11, web
 
 from kvferry.engine import openai
 from kvferry.engine.exposition import Metrics
+from kvferry.engine.generate import Generate, GenerateReplies, completion_of, generate_ask
 from kvferry.engine.generation import Choice, Generation
 from kvferry.engine.loop import Stats
 from kvferry.engine.openai import Abort, BadRequest, ChatCompletion, Completion, Detokenize, Tokenize
 from kvferry.engine.replies import JSON, Prompt, Replies, encode, error_body
 from kvferry.engine.request import Output, Request
+from kvferry.engine.responses import Responses, ResponsesReplies, chat_of_responses
 from kvferry.engine.text import Chat, Tokenizer
 from kvferry.errors import ConfigError, EngineError, KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE
@@ -152,6 +154,47 @@ class Server:
         replies = self._replies(body, reply_id, role, echoed)
         return await self._answer(request, body, [Prompt(token_ids=ids, text=text)], replies, [reply_id])
 
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = openai.read(Generate, await _json_body(request))
+        self._check_model(body.model)
+        completion = completion_of(body, self.config.max_model_len)
+        ids = self._fit(completion, body.token_ids, of_text=False)
+        reply_id = f"generate-tokens-{_request_id(request, body.request_id)}"
+        replies = GenerateReplies(
+            generate_ask(completion),
+            self._tokenizer,
+            reply_id=reply_id,
+            model=self.config.names[0],
+            created=int(time.time()),
+        )
+        replies.prompt_ids, replies.text = bool(body.return_token_ids), body.output_mode == "text"
+        return await self._answer(request, completion, [Prompt(token_ids=ids)], replies, [reply_id])
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        body = openai.read(Responses, await _json_body(request))
+        self._check_model(body.model)
+        chat = chat_of_responses(body)
+        openai.check_chat(chat)
+        text = self._render(openai.chat_of(chat))
+        ids = self._fit(chat, await self._encode(text, False), of_text=True)
+        ask = replace(openai.ask_of(chat), route=openai.RESPONSES)
+        reply_id = body.request_id or f"resp_{uuid.uuid4().hex}"
+        model, created = self.config.names[0], int(time.time())
+        replies = ResponsesReplies(ask, self._tokenizer, reply_id=reply_id, model=model, created=created)
+        room = self.config.max_model_len - len(ids)
+        replies.body, replies.limit = body, min(room, body.max_output_tokens or room)
+        return await self._answer(request, chat, [Prompt(token_ids=ids, text=text)], replies, [f"{reply_id}_0"])
+
+    async def ping(self, request: web.Request) -> web.StreamResponse:
+        return await self.health(request)
+
+    async def no_response(self, request: web.Request) -> web.StreamResponse:
+        """Nothing is stored."""
+        name = request.match_info["id"]
+        raise BadRequest(
+            f"Response with id '{name}' not found.", param="response_id", status=404, kind="invalid_request_error"
+        )
+
     def _replies(self, body: Completion | ChatCompletion, reply_id: str, role: str = "", echoed: str = "") -> Replies:
         return Replies(
             openai.ask_of(body),
@@ -204,13 +247,17 @@ class Server:
                     self._abort(choice.engine_id)
 
     async def _stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
-        await generation.first
-        if generation.error:
-            return _failed(generation.error)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         if request.version >= HttpVersion11:
             response.enable_chunked_encoding()
-        await response.prepare(request)
+        if early := generation.replies.early():
+            await response.prepare(request)
+            await response.write(early)
+        await generation.first
+        if not early:
+            if generation.error:
+                return _failed(generation.error)
+            await response.prepare(request)
         if not generation.done.done():
             await response.write(generation.take())
             generation.attach(request)
@@ -335,6 +382,11 @@ class Server:
         app = web.Application(middlewares=[self._errors], client_max_size=MAX_BODY_BYTES)
         app.router.add_post(openai.COMPLETIONS, self.completions)
         app.router.add_post(openai.CHAT, self.chat)
+        app.router.add_post(openai.RESPONSES, self.responses)
+        app.router.add_get(openai.RESPONSES + "/{id}", self.no_response)
+        app.router.add_post(openai.RESPONSES + "/{id}/cancel", self.no_response)
+        app.router.add_post(openai.GENERATE, self.generate)
+        app.router.add_route("*", "/ping", self.ping)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
         app.router.add_post("/abort_requests", self.abort)
@@ -360,7 +412,8 @@ class Server:
             return _failed(str(error))
         except web.HTTPException as error:
             body = error_body(error.reason, error.reason, error.status)
-            return web.Response(status=error.status, body=body, content_type="application/json")
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            return web.Response(status=error.status, body=body, content_type="application/json", headers=allow)
 
     def _allowed(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")

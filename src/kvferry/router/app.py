@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvferry.errors import KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
-from kvferry.router import openai
+from kvferry.router import edits, openai, passage
 from kvferry.router.config import RouterConfig
 from kvferry.router.dashboard import Dashboard
 from kvferry.router.dialect import dialect_of
@@ -37,10 +37,12 @@ from kvferry.story import Story
 log = logging.getLogger("kvferry.router")
 
 ROUTER: web.AppKey[Router] = web.AppKey("router")
-GENERATE: dict[str, Route] = {route: route for route in (openai.COMPLETIONS, openai.CHAT)}
+GENERATE: dict[str, Route] = {route: route for route in openai.ROUTES}
 """The routes that `server.Server` takes; all others are aiohttp's."""
 SHUTDOWN_S = 3.0
 """Abandoned transfers are told to P for this long after the last request."""
+OWN = {"/v1/models": ("GET",), "/health": ("GET",), "/metrics": ("GET",)}
+"""Answered by the router itself."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -52,10 +54,10 @@ def build_app(config: RouterConfig) -> web.Application:
     app[ROUTER] = router
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
+    app.router.add_route("*", "/ping", router.ping)
     app.router.add_get("/metrics", router.metrics)
     if config.shows_dashboard:
         Dashboard(router.services).add_routes(app)
-    app[ROUTER] = router
     app.router.add_route("*", "/{tail:.*}", router.other)
     app.cleanup_ctx.append(router.life)
     return app
@@ -152,7 +154,8 @@ class Router:
             generation.log_line(status)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": self.services.pool.model_entries()})
+        body = edits.dump({"object": "list", "data": self.services.pool.model_entries()})
+        return web.Response(body=body, content_type="application/json")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 when each role that this mode needs has a ready engine."""
@@ -165,6 +168,9 @@ class Router:
         facts = {"status": "unready" if missing else "ready", "missing": missing, "engines": engines}
         return web.json_response(facts, status=503 if missing else 200)
 
+    async def ping(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503 if self.services.pool.missing() else 200)
+
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         metrics = self.services.metrics
         await self.services.seen.fold(self._mode)
@@ -176,12 +182,22 @@ class Router:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def other(self, request: web.Request) -> web.StreamResponse:
-        if request.method == "POST":
-            text = f"the route POST {request.path} is not served through a prefill/decode pair"
-            raise Refusal(501, "route_not_supported", text, hint=f"served: {openai.COMPLETIONS}, {openai.CHAT}")
-        raise Refusal(404, "not_found", f"no such route: {request.method} {request.path}")
+        """One engine answers what moves no KV; the rest is refused by name."""
+        path, method = request.path, request.method
+        allowed = ("POST",) if path in openai.ROUTES else OWN.get(path) or passage.methods_of(path)
+        if method in allowed or (method == "OPTIONS" and allowed):
+            asks = passage.stored if passage.STORED.fullmatch(path) and path not in passage.POST else passage.one_engine
+            return await asks(self.services, request)
+        if allowed:
+            refusal = error_response(Refusal(405, "method_not_allowed", f"{path} takes {allowed[0]}, not {method}"))
+            refusal.headers["Allow"] = ", ".join(allowed)
+            return refusal
+        if method == "POST":
+            text = f"the route POST {path} is not served through a prefill/decode pair"
+            raise Refusal(501, "route_not_supported", text, hint=f"served: {', '.join(openai.ROUTES)}")
+        raise Refusal(404, "not_found", f"no such route: {method} {path}")
 
 
 def _label(request: web.Request) -> str:
     """Only known routes: a label must not grow with what clients type."""
-    return request.path if request.path in (openai.COMPLETIONS, openai.CHAT, "/v1/models") else "other"
+    return request.path if request.path in (*openai.ROUTES, *passage.POST, *passage.GET, *OWN) else "other"

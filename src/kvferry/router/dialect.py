@@ -15,7 +15,7 @@ from kvferry.errors import ConfigError
 from kvferry.ids import TransferId
 from kvferry.protocol.messages import Description
 from kvferry.router.config import RouterConfig
-from kvferry.router.openai import CHAT, Plan
+from kvferry.router.openai import CHAT, GENERATE, RESPONSES, Plan
 from kvferry.router.replies import Refusal
 from kvferry.router.spec import EngineSpec
 
@@ -131,14 +131,29 @@ class UpstreamPull(Upstream):
         return {}
 
 
+_EXTERNAL = {CHAT: "chatcmpl-{}", GENERATE: "generate-tokens-{}"}
+"""How vLLM names a request of each route, from its X-Request-Id."""
+
+
 class UpstreamPush(Upstream):
     name = "upstream-push"
     concurrent = True
 
+    def refuse(self, plan: Plan) -> None:
+        super().refuse(plan)
+        if plan.route == RESPONSES:
+            raise Refusal(
+                501,
+                "not_supported",
+                f"the route {RESPONSES} cannot be served through vLLM's NixlPushConnector: its requests carry no id of "
+                "ours to pair by",
+                hint="use KVFerryConnector, or NixlConnector",
+            )
+
     def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params:
         spec = source.spec
         # P's exact request id ends in a random suffix and cannot be known yet; upstream strips the suffix to match.
-        external = f"chatcmpl-{transfer_id}" if plan.route == CHAT else f"cmpl-{transfer_id}-0"
+        external = _EXTERNAL.get(plan.route, "cmpl-{}-0").format(transfer_id)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,

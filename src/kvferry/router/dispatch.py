@@ -27,7 +27,7 @@ from kvferry.router.openai import Body, Plan, decode_body, prefill_body
 from kvferry.router.pace import Pace
 from kvferry.router.pool import Engine
 from kvferry.router.record import Event
-from kvferry.router.replies import LegFailed
+from kvferry.router.replies import LegFailed, recounted
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
 from kvferry.router.upstream import engine_error, forwarded, read_all, read_some
@@ -118,7 +118,7 @@ class Exchange:
         if not self.bound:
             await self._bind(prefill, self.prefill)
         if not self._dialect.concurrent:
-            returned = (await prefill).get("kv_transfer_params")
+            returned = (await self._prefilled(prefill, self._dialect, self.prefill)).get("kv_transfer_params")
             return await self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, returned)))
         decode = self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, None)))
         return await self._first_of(prefill, decode)
@@ -152,19 +152,65 @@ class Exchange:
         """D's answer; P's error goes before D's. A token of D's proves that P's KV has landed: it waits for nothing."""
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done():
+            if _refused(prefill.exception()):
+                await self._own_words(decode)
             prefill.result()
             return await decode
         error = decode.exception()
+        if _refused(error):
+            return decode.result()
         if error is None:
             hold = PREFILL_TAIL_S if decode.result().watcher is None else 0.0
         else:
-            hold = (
-                0.0 if isinstance(error, LegFailed) and 400 <= error.own_status < 500 else self._services.config.hold_s
-            )
+            hold = self._services.config.hold_s
         await asyncio.wait({prefill}, timeout=hold)
         if prefill.done():
             prefill.result()
         return decode.result()
+
+    async def _own_words(self, decode: asyncio.Task[Answer]) -> None:
+        """Raises D's refusal if one comes soon. It is to the client's own request, which P's is a variant of: the
+        message may name a limit that P's leg doesn't have."""
+        await asyncio.wait({decode}, timeout=self._services.config.hold_s)
+        if decode.done() and _refused(decode.exception()):
+            decode.result()
+
+    async def _prefilled(self, prefill: asyncio.Task[Body], dialect: Dialect, engine: Engine) -> Body:
+        """P's reply, where D comes after it."""
+        try:
+            return await prefill
+        except LegFailed as error:
+            if _refused(error) and dialect.side_channel and self.bound:
+                await self._own_words(self._start(self._decode_leg(self._decode_params(dialect, engine, None))))
+            raise
+
+    async def prefilled(self) -> Body | None:
+        """P's reply. D's first token proves that it is made, so that this waits at most for its way here; None if it
+        doesn't come, or there is none."""
+        if self.prefill is None:
+            return None
+        try:
+            async with asyncio.timeout(PREFILL_TAIL_S):
+                await self._prefill_ok.wait()
+        except TimeoutError:
+            log.warning("%s: no reply of prefill engine %s in time", self.transfer_id, self.prefill.url)
+        return self.prefill_reply
+
+    async def prompt_text(self) -> str:
+        """The prompt as the engine shows it. Token ids are asked of D. Raises `LegFailed`."""
+        prompt = self._part.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return prompt
+        body = {"model": self._part["model"]} if "model" in self._part else {}
+        raw = wire.dumps(body | {"tokens": prompt}, self._plan.plain)
+        response = await self._services.upstream.post("decode", self.decode.url, "/detokenize", raw, self._headers)
+        self._responses.append(response)
+        if response.status != 200:
+            raise await engine_error("decode", self.decode.url, response)
+        text = (_object(await read_all("decode", self.decode.url, response)) or {}).get("prompt")
+        return text if isinstance(text, str) else ""
 
     def close(self, *, failure: str = "") -> None:
         """`failure` "" where the answer went out whole."""
@@ -229,7 +275,7 @@ class Exchange:
         engine, metrics = self.decode, self._services.metrics
         metrics.pd_decode_requests.labels(engine.url).inc()
         try:
-            response = await self._post(engine, decode_body(self._part, params))
+            response = await self._post(engine, decode_body(self._plan, self._part, params))
             if not response.content_type.startswith("text/event-stream"):
                 body = await read_all("decode", engine.url, response)
                 if not body:
@@ -302,7 +348,9 @@ class Exchange:
             raise
         self._responses.append(response)
         if response.status != 200:
-            raise await engine_error(engine.role, engine.url, response)
+            refused = await engine_error(engine.role, engine.url, response)
+            refused.body = recounted(refused.body, len(body), self._plan.fields)
+            raise refused
         return response
 
     def _decode_params(self, dialect: Dialect, engine: Engine, returned: Params | None) -> Params:
@@ -312,6 +360,11 @@ class Exchange:
         task = asyncio.create_task(leg)
         self._tasks.append(task)
         return task
+
+
+def _refused(error: BaseException | None) -> bool:
+    """The engine's own word on the request."""
+    return isinstance(error, LegFailed) and 400 <= error.own_status < 500
 
 
 def _object(raw: bytes) -> Body | None:

@@ -10,19 +10,30 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.router.openai import CHAT, Body, Plan
+from kvferry.router import usage
+from kvferry.router.echo import Echo
+from kvferry.router.edits import dump
+from kvferry.router.openai import CHAT, GENERATE, PROMPT_SCORES, Body, Plan
 
 
-def finish(plan: Plan, decode: Sequence[bytes], prefill: Sequence[Body | None]) -> bytes:
-    """The client's body from the parts' replies: `decode[i]` as D sent it, `prefill[i]` as P's reply, None if none."""
+def finish(
+    plan: Plan, decode: Sequence[bytes], prefill: Sequence[Body | None], echoes: Sequence[Echo | None] = ()
+) -> bytes:
+    """The client's body from the parts' replies: `decode[i]` as D sent it, `prefill[i]` as P's reply, None if none;
+    `echoes[i]`: what goes before each choice of it."""
     replies = [_parse(raw) for raw in decode]
     if any(reply is None for reply in replies):
         return decode[0]
     bodies = [reply for reply in replies if reply is not None]
     edited = [_edit(plan, body, reply) for body, reply in zip(bodies, prefill, strict=True)]
+    for body, echo in zip(bodies, echoes, strict=False):
+        if echo is not None:
+            edited.append(True)
+            for choice in body.get("choices") or ():
+                echo.whole(choice)
     if len(bodies) > 1:
-        return _dump(_join(bodies))
-    return _dump(bodies[0]) if any(edited) else decode[0]
+        return dump(_join(bodies))
+    return dump(bodies[0]) if any(edited) else decode[0]
 
 
 def _edit(plan: Plan, body: Body, prefill: Body | None) -> bool:
@@ -32,34 +43,18 @@ def _edit(plan: Plan, body: Body, prefill: Body | None) -> bool:
         edited = True
     if prefill is None:
         return edited
-    usage = body.get("usage")
-    if isinstance(usage, dict):
-        ours = cached_tokens(prefill)
-        details = usage.get("prompt_tokens_details")
-        if ours is not None:
-            merged = (details if isinstance(details, dict) else {}) | {"cached_tokens": ours}
-            edited = edited or merged != details
-            usage["prompt_tokens_details"] = merged
-        elif isinstance(details, dict):
-            usage["prompt_tokens_details"] = None
-            edited = True
+    edited = usage.correct(body, prefill) or edited
     if plan.prompt_logprobs is not None:
         edited = True
-        if plan.route == CHAT:
+        if plan.route == GENERATE:
+            body |= {key: prefill[key] for key in (*PROMPT_SCORES, "prompt_token_id_logprobs") if key in prefill}
+        elif plan.route == CHAT:
             body["prompt_logprobs"] = prefill.get("prompt_logprobs")
         else:
             first: Body = next(iter(prefill.get("choices") or ()), {})
             for choice in body.get("choices") or ():
                 choice["prompt_logprobs"] = first.get("prompt_logprobs")
     return edited
-
-
-def cached_tokens(reply: Body) -> int | None:
-    """What an engine says of its prefix cache; None where it says nothing."""
-    usage = reply.get("usage")
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    value = details.get("cached_tokens") if isinstance(details, dict) else None
-    return value if isinstance(value, int) else None
 
 
 def _join(bodies: list[Body]) -> Body:
@@ -69,18 +64,18 @@ def _join(bodies: list[Body]) -> Body:
     joined["choices"] = [choice | {"index": index} for index, choice in enumerate(choices)]
     usages = [body["usage"] for body in bodies if isinstance(body.get("usage"), dict)]
     if usages:
-        joined["usage"] = _sum(usages)
+        joined["usage"] = total(usages)
     return joined
 
 
-def _sum(items: list[Any]) -> Any:
+def total(items: list[Any]) -> Any:
     """Of numbers, and of objects of numbers, key by key; anything else: the first."""
     if all(isinstance(item, int | float) and not isinstance(item, bool) for item in items):
         return sum(items)
     present = [item for item in items if item is not None]
     if present and all(isinstance(item, dict) for item in present):
         keys = {key: None for item in present for key in item}
-        return {key: _sum([item[key] for item in present if key in item]) for key in keys}
+        return {key: total([item[key] for item in present if key in item]) for key in keys}
     return items[0]
 
 
@@ -90,7 +85,3 @@ def _parse(raw: bytes) -> Body | None:
     except ValueError:
         return None
     return body if isinstance(body, dict) else None
-
-
-def _dump(body: Body) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

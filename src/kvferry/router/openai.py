@@ -14,14 +14,19 @@ import msgspec
 from kvferry.router.replies import Refusal
 
 Body = dict[str, Any]
-Route = Literal["/v1/completions", "/v1/chat/completions"]
+Route = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"]
 COMPLETIONS: Route = "/v1/completions"
 CHAT: Route = "/v1/chat/completions"
+RESPONSES: Route = "/v1/responses"
+GENERATE: Route = "/inference/v1/generate"
+ROUTES: tuple[Route, ...] = (COMPLETIONS, CHAT, RESPONSES, GENERATE)
 
 UNTRUSTED = ("kv_transfer_params", "ec_transfer_params")
 """Name peers and addresses to an engine: only the router may (C35, C67)."""
 _CARRIERS = ("vllm_xargs", "extra_args", "sampling_params")
 """Objects, in a request and in one another, out of which an engine takes such names."""
+
+ECHO_FIELDS = ("logprobs", "logprob_token_ids", "return_tokens_as_token_ids")
 
 NOT_FOR_PREFILL = (
     # streams and limits
@@ -50,14 +55,27 @@ NOT_FOR_PREFILL = (
 )
 
 
+PROMPT_SCORES = ("prompt_logprobs", "prompt_logprob_token_ids")
+"""Of `sampling_params`: what only the engine that computes the prompt can tell."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request asks for. `parts`: one body per transfer, as D gets it save for the transfer's parameters."""
+    """What one request asks for. `parts`: one body per transfer, as D gets it save for the transfer's parameters.
+
+    `echo`: the prompt's logprobs come before the answer's; P makes them, the reply is merged. `usage`: a stream ends
+    with the counts. `alone`: nothing is to be decoded, P answers without a transfer. `fields`: how many there
+    are in the client's body.
+    """
 
     route: Route
     model: str | None
     stream: bool
     n: int = 1
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Any = None
+    echo: bool = False
+    usage: bool = False
+    alone: bool = False
+    fields: int = 0
     parts: tuple[Body, ...]
     plain: bool = True
     """See `wire.loads`."""
@@ -66,31 +84,74 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def untouched(route: Route, body: object, plain: bool = True) -> Plan:
     """The plan of a request that one engine answers alone."""
     clean = sanitised(_object(body))
-    return Plan(route=route, model=_model(clean), stream=bool(clean.get("stream")), parts=(clean,), plain=plain)
-
-
-def read(route: Route, body: object, plain: bool = True) -> Plan:
-    """Raises `Refusal`: 400 for what is no request, 501 for what this version cannot answer like one engine."""
-    clean = sanitised(_object(body))
-    stream = bool(clean.get("stream"))
-    _refuse(route, clean, stream)
-    prompt_logprobs = clean.pop("prompt_logprobs", None)
-    n = clean.get("n")
-    prompts = _prompts(clean) if route == COMPLETIONS else []
-    if len(prompts) > 1 and stream:
-        raise _unsupported(
-            "prompt", "several prompts (`prompt`) in one streamed request", "send one request per prompt"
-        )
-    parts = tuple(clean | {"prompt": prompt} for prompt in prompts) if len(prompts) > 1 else (clean,)
+    fields = len(_object(body))
     return Plan(
         route=route,
         model=_model(clean),
-        stream=stream,
-        n=n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1,
-        prompt_logprobs=None if stream else prompt_logprobs,
-        parts=parts,
+        stream=bool(clean.get("stream")),
+        fields=fields,
+        parts=(clean,),
         plain=plain,
     )
+
+
+def read(route: Route, body: object, plain: bool = True) -> Plan:
+    """Raises `Refusal`: 400 for what is no object, 501 for what no pair can answer like one engine."""
+    return msgspec.structs.replace(_read(route, body), fields=len(_object(body)), plain=plain)
+
+
+def _read(route: Route, body: object) -> Plan:
+    clean = sanitised(_object(body))
+    stream, model = bool(clean.get("stream")), _model(clean)
+    _refuse(route, clean)
+    options = clean.get("stream_options")
+    usage = route == RESPONSES or (isinstance(options, dict) and bool(options.get("include_usage")))
+    if route == GENERATE:
+        return _read_generate(clean, model, stream, usage)
+    if route == COMPLETIONS and clean.get("echo") and clean.get("max_tokens") == 0:
+        return Plan(route=route, model=model, stream=stream, usage=usage, alone=True, parts=(clean,))
+    echo = route == COMPLETIONS and bool(clean.get("echo")) and clean.get("logprobs") is not None
+    prompts = _prompts(clean) if route == COMPLETIONS else []
+    if route != RESPONSES:
+        prompt_logprobs = clean.pop("prompt_logprobs", None)
+        if stream and prompt_logprobs == 0:
+            prompt_logprobs = None  # allowed, and not shown
+    else:
+        prompt_logprobs = None
+    return Plan(
+        route=route,
+        model=model,
+        stream=stream,
+        n=_count(clean.get("n")),
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
+        usage=usage,
+        parts=tuple(clean | {"prompt": [prompt]} for prompt in prompts) if len(prompts) > 1 else (clean,),
+    )
+
+
+def _read_generate(clean: Body, model: str | None, stream: bool, usage: bool) -> Plan:
+    sampling = clean.get("sampling_params")
+    n, prompt_logprobs = 1, None
+    if isinstance(sampling, dict):
+        n = _count(sampling.get("n"))
+        kept = {key: value for key, value in sampling.items() if key not in PROMPT_SCORES}
+        prompt_logprobs = {key: sampling[key] for key in PROMPT_SCORES if key in sampling} or None
+        if prompt_logprobs is not None:
+            clean = clean | {"sampling_params": kept}
+    return Plan(
+        route=GENERATE,
+        model=model,
+        stream=stream,
+        n=n,
+        prompt_logprobs=prompt_logprobs,
+        usage=usage,
+        parts=(clean,),
+    )
+
+
+def _count(n: object) -> int:
+    return n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1
 
 
 def sanitised(body: Body) -> Body:
@@ -106,12 +167,17 @@ def sanitised(body: Body) -> Body:
 def prefill_body(plan: Plan, part: Body, params: Body) -> Body:
     """P's leg of one part."""
     body = {key: value for key, value in part.items() if key not in NOT_FOR_PREFILL}
+    body["stream"] = False
+    body["kv_transfer_params"] = params
+    if plan.route == GENERATE:
+        return _prefill_generate(plan, body)
+    if plan.route == RESPONSES:
+        return _prefill_responses(body)
     body["max_tokens"] = 1
     if plan.route == CHAT:
         body["max_completion_tokens"] = 1
     if "n" in body:
         body["n"] = 1
-    body["stream"] = False
     body["ignore_eos"] = True
     # null, not "none": it renders the tools whatever --exclude-tools-when-tool-choice-none says, needs no tool parser
     # and forces no call. A client's "none" stays, because that option drops the tools on D as well. (Of the engine's
@@ -119,10 +185,37 @@ def prefill_body(plan: Plan, part: Body, params: Body) -> Body:
     if body.get("tools") and body.get("tool_choice", "auto") != "none":
         body["tool_choice"] = None
         body.pop("parallel_tool_calls", None)
+    if plan.echo:
+        body |= {key: part[key] for key in ("echo", *ECHO_FIELDS) if key in part}
     if plan.prompt_logprobs is not None:
         body["prompt_logprobs"] = plan.prompt_logprobs
-    body["kv_transfer_params"] = params
+        # Prompt logprobs of a stream are an error, and it is P that must say so: D is never asked for them.
+        body["stream"] = plan.stream
     return body
+
+
+def _prefill_generate(plan: Plan, body: Body) -> Body:
+    """The limits are in `sampling_params`; what is no object there stays, for the engine to refuse."""
+    body.pop("output_mode", None)
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, dict):
+        kept = {key: value for key, value in sampling.items() if key not in NOT_FOR_PREFILL}
+        body["sampling_params"] = kept | {"max_tokens": 1, "ignore_eos": True} | ({"n": 1} if "n" in kept else {})
+        if plan.prompt_logprobs is not None:
+            body["sampling_params"] |= plan.prompt_logprobs
+            body["stream"] = plan.stream and "prompt_logprob_token_ids" in plan.prompt_logprobs
+    return body
+
+
+def _prefill_responses(body: Body) -> Body:
+    for key in ("background", "include", "enable_response_messages"):
+        body.pop(key, None)
+    text = body.get("text")
+    if isinstance(text, dict) and "format" in text:
+        body["text"] = {key: value for key, value in text.items() if key != "format"}
+    if body.get("tool_choice", "auto") not in ("none", "auto"):
+        body["tool_choice"] = "auto"
+    return body | {"max_output_tokens": 1, "store": False, "ignore_eos": True}
 
 
 def _object(body: object) -> Body:
@@ -132,15 +225,20 @@ def _object(body: object) -> Body:
 
 
 def _model(body: Body) -> str | None:
+    """None also where it is no string: the engine says what is wrong with it."""
     model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise Refusal(400, "invalid_value", "`model` must be a string", param="model")
-    return model
+    return model if isinstance(model, str) else None
 
 
-def decode_body(part: Body, params: Body | None) -> Body:
+def decode_body(plan: Plan, part: Body, params: Body | None) -> Body:
     """D's leg of one part: the client's, and the transfer's parameters."""
-    return part if params is None else part | {"kv_transfer_params": params}
+    if params is None:
+        return part
+    body = part | {"kv_transfer_params": params}
+    if plan.echo:
+        # D would compute the prompt's logprobs anew. Its ids are those that one engine shows beside an echo.
+        body = {key: value for key, value in body.items() if key != "echo"} | {"return_token_ids": True}
+    return body
 
 
 def _prompts(body: Body) -> list[Any]:
@@ -153,27 +251,23 @@ def _prompts(body: Body) -> list[Any]:
     return []
 
 
-def _refuse(route: Route, body: Body, stream: bool) -> None:
+def _refuse(route: Route, body: Body) -> None:
     if body.get("use_beam_search"):
         raise _unsupported("use_beam_search", "`use_beam_search`", "the engine would compute the prompt again on D")
     if body.get("prompt_embeds") is not None:
         raise _unsupported("prompt_embeds", "`prompt_embeds`", "send text or token ids")
-    if body.get("echo"):
-        if route == CHAT:
-            raise _unsupported("echo", "`echo` in a chat", "leave it out")
-        if body.get("logprobs") is not None:
-            raise _unsupported("echo", "`echo` together with `logprobs`", "leave one of them out")
-    wanted = body.get("prompt_logprobs")
-    if stream and isinstance(wanted, int | float) and (wanted > 0 or wanted == -1):
-        raise Refusal(
-            400,
-            "invalid_value",
-            "`prompt_logprobs` are not available when `stream=True`.",
-            param="prompt_logprobs",
-        )
+    if route == RESPONSES:
+        if body.get("previous_response_id") is not None:
+            raise _unsupported(
+                "previous_response_id",
+                "`previous_response_id`",
+                "the prefill engine doesn't have what another engine stored: send the whole conversation as `input`",
+            )
+        if body.get("background"):
+            raise _unsupported("background", "`background`", "nobody would hold the transfer: ask with `stream`")
 
 
 def _unsupported(param: str, what: str, hint: str) -> Refusal:
     return Refusal(
-        501, "not_supported", f"{what} cannot be served through a prefill/decode pair yet", param=param, hint=hint
+        501, "not_supported", f"{what} cannot be served through a prefill/decode pair", param=param, hint=hint
     )

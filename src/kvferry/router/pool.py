@@ -127,15 +127,10 @@ class Pool:
         self._turns[role] += 1
         return next(engine for engine in engines if engine.url == chosen.url)
 
-    def check_model(self, model: str | None) -> None:
-        """Raises `Refusal` 404 with the names that both sides serve."""
+    def known(self, model: str | None) -> str | None:
+        """`model` where both sides serve it. None otherwise: then any engine says itself that it doesn't."""
         names = self.model_names()
-        if model is None or names is None or model in names:
-            return
-        listed = ", ".join(sorted(names)) or "none"
-        raise Refusal(
-            404, "model_not_found", f"The model `{model}` does not exist (served here: {listed})", param="model"
-        )
+        return model if model is None or names is None or model in names else None
 
     def model_names(self) -> frozenset[str] | None:
         names: frozenset[str] | None = None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvferry.errors import KVFerryError
 from kvferry.router.dispatch import Answer, Exchange
+from kvferry.router.edits import Edits
 from kvferry.router.replies import LegFailed, error_event
 from kvferry.router.server import Request, Stream
 from kvferry.router.upstream import pipe, returned
@@ -26,6 +27,7 @@ async def relay(
     headers: dict[str, str],
     deadline: float | None,
     first_token: Callable[[], None],
+    edits: Edits | None = None,
 ) -> tuple[Stream, KVFerryError | None]:
     """What was sent, and the failure that cut it, if one did. Raises `ConnectionError` if the client is gone."""
     watcher = answer.watcher
@@ -36,25 +38,31 @@ async def relay(
     failure: KVFerryError | None = None
     url, source = exchange.decode.url, answer.response
 
+    held: list[bytes] = []
+
     def sink(piece: bytes) -> bool:
-        out.write(piece)
         if exchange.saw(watcher, piece):
             first_token()
-        return not out.full
+        if edits is None or edits.plain(piece):
+            out.write(piece)
+        else:
+            held.append(piece)
+        return not (held or out.full)
 
     try:
         async with asyncio.timeout_at(deadline):
-            out.write(answer.head)
+            out.write(answer.head if edits is None or edits.plain(answer.head) else await edits.take(answer.head))
             if watcher.first_data is not None:
                 first_token()
             while await pipe("decode", url, source, sink):
+                for piece in held:
+                    assert edits is not None
+                    out.write(await edits.take(piece))
+                held.clear()
                 await out.drained()
-        if not watcher.done and not source.framed:
-            failure = LegFailed(
-                f"decode engine {url} closed its stream before the end",
-                side="decode",
-                peer=url,
-            )
+        if edits is not None:
+            out.write(edits.rest())
+        failure = ended(exchange, answer)
     except LegFailed as error:
         failure = error
     except TimeoutError:
@@ -69,3 +77,11 @@ async def relay(
             raise ConnectionResetError("the client takes nothing") from None
     out.end()
     return out, failure
+
+
+def ended(exchange: Exchange, answer: Answer) -> LegFailed | None:
+    """What is wrong with the end of a stream that was read to it."""
+    if (answer.watcher is not None and answer.watcher.done) or answer.response.framed:
+        return None
+    message = f"decode engine {exchange.decode.url} closed its stream before the end"
+    return LegFailed(message, side="decode", peer=exchange.decode.url)

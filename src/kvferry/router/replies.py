@@ -104,6 +104,11 @@ def error_event(error: KVFerryError, transfer_id: str) -> bytes:
     return b"data: " + json.dumps(error_facts(error, transfer_id)).encode() + b"\n\n"
 
 
+def recounted(body: bytes, sent: int, asked: int) -> bytes:
+    """vLLM's validation messages count the fields of the body: `sent` by us, `asked` by the client."""
+    return body.replace(b"<dict of %d items>" % sent, b"<dict of %d items>" % asked) if sent != asked else body
+
+
 def cut_body(head: bytes, peer: str) -> bytes:
     """A valid JSON body in place of an engine's error that was too long; says so and keeps its beginning."""
     text = head[:_CUT_TEXT_BYTES].decode("utf-8", "replace")

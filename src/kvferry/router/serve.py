@@ -13,8 +13,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
-from kvferry.router import merge, openai, record, traceparent, wire
+from kvferry.router import edits, fanin, merge, openai, passage, record, traceparent, usage, wire
 from kvferry.router.dispatch import Answer, Exchange
+from kvferry.router.echo import Echo
 from kvferry.router.openai import Plan, Route
 from kvferry.router.pace import Tokens, tokens_told
 from kvferry.router.pool import Engine
@@ -64,16 +65,18 @@ class Generation:
         failure = "internal error"
         try:
             plan = self._plan(raw)
+            if plan is None:
+                failure = "no request"
+                await passage.in_its_words(self._services, self._request, raw)
             self._dispatch(plan)
             async with asyncio.timeout_at(self._deadline):
                 answers = await self._open()
             if answers[0].watcher is None:
-                whole = self._whole(plan, answers)
+                async with asyncio.timeout_at(self._deadline):
+                    whole = await self._whole(plan, answers)
                 failure = ""
                 return whole
-            response, cut_by = await relay(
-                self._request, self._exchanges[0], answers[0], self._reply_headers, self._deadline, self._first_token
-            )
+            response, cut_by = await self._stream(plan, answers)
             failure = str(cut_by) if cut_by is not None else ""
             if cut_by is not None:
                 self._count(cut_by)
@@ -96,11 +99,14 @@ class Generation:
 
     # -- before the legs
 
-    def _plan(self, raw: bytes) -> Plan:
+    def _plan(self, raw: bytes) -> Plan | None:
+        """None: it is no JSON object, which an engine says in its own words."""
         try:
             body, plain = wire.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, "invalid_json", f"the body is not JSON: {error}") from None
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(body, dict):
+            return None
         dialect = self._services.dialect
         if dialect is None:
             return openai.untouched(self._route, body, plain)
@@ -113,7 +119,7 @@ class Generation:
         self._asked = plan
         pool, config = self._services.pool, self._services.config
         pool.require(local_prefill=config.allow_local_prefill)
-        pool.check_model(plan.model)
+        model = pool.known(plan.model)
         headers = CIMultiDict(self._request.headers)
         if self._span is not None:
             headers[traceparent.HEADER] = self._span.header
@@ -122,11 +128,11 @@ class Generation:
                 "X-Request-Id", uuid.uuid4().hex
             )  # the parts' replies carry one id, as one engine's would
         for part in plan.parts:
-            decode = functools.partial(pool.pick, "decode", plan.model)
+            decode = functools.partial(pool.pick, "prefill" if plan.alone else "decode", model)
             prefill: Engine | None = None
-            if self._services.dialect is not None:
+            if self._services.dialect is not None and not plan.alone:
                 try:
-                    prefill = pool.pick("prefill", plan.model)
+                    prefill = pool.pick("prefill", model)
                 except Refusal as refusal:
                     if not config.allow_local_prefill:
                         raise
@@ -153,14 +159,53 @@ class Generation:
 
     # -- after them
 
-    def _whole(self, plan: Plan, answers: Sequence[Answer]) -> web.Response:
+    async def _whole(self, plan: Plan, answers: Sequence[Answer]) -> web.Response:
         replies = [exchange.prefill_reply for exchange in self._exchanges]
-        body = merge.finish(plan, [answer.body for answer in answers], replies)
+        echoes = [await self._echo(plan, exchange) for exchange in self._exchanges] if plan.echo else ()
+        body = merge.finish(plan, [answer.body for answer in answers], replies, echoes)
         self._services.metrics.ttft.labels("false").observe(time.monotonic() - self._begun)
         self._tokens = tokens_told(body)
         headers = returned(answers[0].response.headers)
         headers.update(self._reply_headers)
         return web.Response(status=200, body=body, headers=headers)
+
+    async def _stream(self, plan: Plan, answers: Sequence[Answer]) -> tuple[Stream, KVFerryError | None]:
+        sending = (self._request, self._reply_headers, self._deadline, self._first_token)
+        if len(answers) > 1:
+            closing = fanin.Closing()
+            parts = [fanin.Part(at, plan.n, closing) for at in range(len(answers))]
+            each = [self._edits(plan, one, part) for one, part in zip(self._exchanges, parts, strict=True)]
+            return await fanin.relay_all(*sending, self._exchanges, answers, each, closing)
+        request, headers, deadline, first_token = sending
+        edit = self._edits(plan, self._exchanges[0]) if self._exchanges[0].prefill is not None else None
+        return await relay(request, self._exchanges[0], answers[0], headers, deadline, first_token, edit)
+
+    def _edits(self, plan: Plan, exchange: Exchange, part: fanin.Part | None = None) -> edits.Edits:
+        """Of one stream; `part`: which prompt of several it is."""
+
+        async def prepare() -> edits.Edit | None:
+            reply = await exchange.prefilled()
+            echo = await self._echo(plan, exchange) if plan.echo else None
+
+            def edit(event: openai.Body) -> bool | None:
+                changed = usage.correct(event, reply, streamed=True) if reply is not None else False
+                if echo is not None:
+                    changed = echo.event(event) or changed
+                placed = part.event(event) if part is not None else False
+                return None if placed is None else placed or changed
+
+            return edit
+
+        every = plan.echo or part is not None
+        return edits.Edits(
+            b"" if every else usage.MARKER, prepare, hold=every or plan.usage, drop_done=part is not None
+        )
+
+    async def _echo(self, plan: Plan, exchange: Exchange) -> Echo | None:
+        if exchange.prefill_reply is None:
+            return None
+        ids = bool(plan.parts[0].get("return_token_ids"))
+        return Echo(exchange.prefill_reply, "" if ids else await exchange.prompt_text(), ids=ids)
 
     def _first_token(self) -> None:
         self._ttft = time.monotonic() - self._begun

@@ -31,7 +31,6 @@ log = logging.getLogger("kvferry.router")
 
 IDLE_S = 75.0
 """A connection without a request is kept this long, as aiohttp does."""
-MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
 SLOW_BYTES = 64 * 1024
 """What may wait for a slow client."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -155,6 +154,7 @@ class Connection(asyncio.Protocol):
         self._raw = b""
         """All that came since the last request ended."""
         self._target = b""
+        self._head_bytes = 0
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -165,8 +165,8 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._idle: asyncio.TimerHandle | None = None
         self._last = False
-        self._drained: asyncio.Future[None] | None = None
-        self.full = False
+        self._room = asyncio.Event()
+        self._room.set()
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -179,12 +179,14 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(raw)
 
+    @property
+    def full(self) -> bool:
+        return not self._room.is_set()
+
     async def drained(self) -> None:
+        await self._room.wait()
         if self._transport is None:
             raise ConnectionResetError("the client left")
-        if self.full:
-            self._drained = asyncio.get_running_loop().create_future()
-            await self._drained
 
     def retire(self) -> None:
         """No further request; closed at once if there is none."""
@@ -211,17 +213,13 @@ class Connection(asyncio.Protocol):
         self._stop_waiting()
         if self.task is not None:
             self.task.cancel()
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_exception(ConnectionResetError("the client left"))
-            self._drained.exception()  # the handler, being cancelled, may not ask
+        self._room.set()
 
     def pause_writing(self) -> None:
-        self.full = True
+        self._room.clear()
 
     def resume_writing(self) -> None:
-        self.full = False
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+        self._room.set()
 
     def data_received(self, data: bytes) -> None:
         self._stop_waiting()
@@ -245,7 +243,7 @@ class Connection(asyncio.Protocol):
             return
         if self._ours is False:
             self._hand_over()
-        elif self._ours is None and len(self._raw) > MAX_HEAD_BYTES:
+        elif self._ours is None and len(self._raw) > MAX_HEADER_BYTES:
             self._refuse(_too_long())
         elif self._ours is None and self.task is None:
             self._wait()
@@ -254,14 +252,15 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._target, self._headers = b"", CIMultiDict()
-        self._body, self._body_bytes = [], 0
+        self._head_bytes, self._body, self._body_bytes = 0, [], 0
         self._ours, self._mixed, self._turned_away = None, self._ended_in_feed, None
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if max(len(name), len(value)) > MAX_HEADER_BYTES:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEADER_BYTES:
             self._fail(_too_long())
         self._headers.add(_text(name), _text(value))
 
@@ -401,7 +400,7 @@ class Connection(asyncio.Protocol):
 
 
 def _too_long() -> Refusal:
-    return Refusal(431, "headers_too_large", f"a header is above {MAX_HEADER_BYTES} bytes")
+    return Refusal(431, "headers_too_large", f"the headers are above {MAX_HEADER_BYTES} bytes")
 
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
@@ -415,7 +414,9 @@ def _head(status: int, headers: Mapping[str, str], framing: str) -> bytes:
         _date = (now, formatdate(now, usegmt=True))
     lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
     lines += [f"{name}: {value}" for name, value in headers.items() if name.lower() != "content-length"]
-    return ("\r\n".join([*lines, f"Date: {_date[1]}", framing]) + "\r\n\r\n").encode("utf-8", "surrogateescape")
+    return ("\r\n".join([*lines, f"Date: {_date[1]}", "Server: kvferry", framing]) + "\r\n\r\n").encode(
+        "utf-8", "surrogateescape"
+    )
 
 
 def _text(raw: bytes) -> str:

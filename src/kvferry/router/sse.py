@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 _MAX_FIRST_LINE = 1024 * 1024
+_OPENING = re.compile(rb"event:\s*response\.(created|queued|in_progress)\s*$")
+"""What `/v1/responses` says before there is a token: no proof of anything."""
 
 
 class Watcher:
@@ -12,9 +15,10 @@ class Watcher:
 
     def __init__(self) -> None:
         self.first_data: bytes | None = None
-        """The payload of the first `data:` line once it is complete, else None."""
+        """The payload of the first `data:` line that a token made, once it is complete, else None."""
         self._head = b""
         self._tail = b""
+        self._opening = False
 
     def feed(self, chunk: bytes) -> bool:
         """True when this chunk completed the first data line."""
@@ -24,8 +28,12 @@ class Watcher:
         lines = (self._head + chunk).replace(b"\r\n", b"\n").split(b"\n")
         self._head = lines.pop()
         for line in lines:
-            if line.startswith(b"data:"):
+            if line.startswith(b"event:"):
+                self._opening = _OPENING.match(line) is not None
+            elif line.startswith(b"data:") and not self._opening:
                 return self._found(line)
+        if self._opening:
+            return False
         if self._head.startswith(b"data:") and len(self._head) > _MAX_FIRST_LINE:
             return self._found(self._head)
         return False

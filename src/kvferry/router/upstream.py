@@ -37,7 +37,6 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     "expect",
     # said anew for the body that is really sent
     "content-length",
-    "content-type",
     "content-encoding",
     "accept-encoding",
     # the rank must be the one that the transfer names
@@ -61,7 +60,6 @@ def forwarded(headers: Mapping[str, str], config: RouterConfig) -> CIMultiDict[s
     out = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
     if config.api_key and (config.client_key_file or "Authorization" not in out):
         out["Authorization"] = f"Bearer {config.api_key}"
-    out["Content-Type"] = "application/json"
     out["Accept-Encoding"] = "identity"
     return out
 
@@ -103,6 +101,16 @@ class Upstream:
                 if not kept or touched or time.monotonic() - begun > IDLE_RACE_S:
                     raise
                 response, _ = await self._connections.request("POST", base, route, headers, body, fresh=True)
+        except (Unreachable, Broken) as error:
+            raise broken(side, base, error) from error
+        return response
+
+    async def pass_on(
+        self, side: str, base: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Response:
+        """A request of any kind, sent once; the response once its head is there. Raises `LegFailed`."""
+        try:
+            response, _ = await self._connections.request(method, base, path, headers, body, fresh=True)
         except (Unreachable, Broken) as error:
             raise broken(side, base, error) from error
         return response

@@ -42,7 +42,10 @@ class Call:
     def __init__(self, request: web.Request, raw: bytes) -> None:
         self.request = request
         self.raw = raw
-        self.body: dict[str, Any] = json.loads(raw)
+        try:
+            self.body: Any = json.loads(raw)
+        except (ValueError, RecursionError):
+            self.body = None
         self.headers = request.headers.copy()
         self.at = time.monotonic()
         self.cancelled = asyncio.Event()

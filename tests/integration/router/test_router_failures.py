@@ -50,11 +50,35 @@ async def test_c20_prefills_error_is_the_clients(mode: str, stream: bool, status
         assert (got, json.loads(raw)) == (status, body)
         assert headers["Content-Type"].startswith("application/json")
         assert len(pair.p.calls) == 1
-        if mode == "push":
-            for call in pair.d.calls:  # started at once, so usually one
-                await cancelled(call)
-        else:
-            assert pair.d.calls == []
+        # push started it at once; pull asks whether D has better words for what is the client's own fault
+        assert len(pair.d.calls) <= 1 and (mode == "push" or status == 500 or pair.d.calls)
+        for call in pair.d.calls:
+            await cancelled(call)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+async def test_c20_decodes_refusal_is_of_the_clients_own_request(mode: str) -> None:
+    """P was asked for one token, D for the client's 64: the message that names a limit is D's."""
+    own = {"error": TOO_LONG["error"] | {"message": "64 tokens are too many"}}
+    async with serving(mode=mode) as pair:
+        pair.p.script, pair.d.script = refuse(400, TOO_LONG), refuse(400, own)
+        status, _, raw = await pair.complete(max_tokens=64)
+        assert (status, json.loads(raw)) == (400, own)
+        assert (len(pair.p.calls), len(pair.d.calls)) == (1, 1)
+
+
+async def test_c20_the_fields_that_the_engine_counts_are_the_clients() -> None:
+    """vLLM's validation messages count the body's fields; the transfer's parameters are not the client's."""
+
+    async def counts(call: Call) -> web.StreamResponse:
+        said = {"error": {"message": f"'input': '<dict of {len(call.body)} items>'", "code": 400}}
+        return web.json_response(said, status=400)
+
+    async with serving() as pair:
+        pair.p.script = pair.d.script = counts
+        status, _, raw = await pair.post(COMPLETIONS, {"prompt": "", "stop": ["x"], "prompt_logprobs": 1})
+        assert status == 400
+        assert "<dict of 3 items>" in json.loads(raw)["error"]["message"]
 
 
 async def test_c20_prefills_error_wins_over_a_decode_that_fails_first() -> None:

@@ -15,7 +15,7 @@ from scripted import CHAT, COMPLETIONS, MODEL, Call, Pair, after, decode_ok, err
 from test_router_process import router
 
 from kvferry.errors import ConfigError
-from kvferry.router import admin
+from kvferry.router import admin, openai
 from kvferry.router.app import ROUTER
 from kvferry.router.config import RouterConfig
 from kvferry.router.main import Running
@@ -222,7 +222,7 @@ async def test_the_command_says_where_it_listens(tmp_path: Path) -> None:
 # -- limits, targets, parameters
 
 
-@pytest.mark.parametrize("headers", [{"X-Long": "x" * 100_000}, {f"X-{n}": "x" for n in range(101)}])
+@pytest.mark.parametrize("headers", [{"X-Long": "x" * 300_000}, {f"X-{n}": "x" for n in range(257)}])
 async def test_too_much_header_is_one_clear_431(headers: dict[str, str]) -> None:
     async with serving() as pair:
         async with pair.session.post(pair.url + COMPLETIONS, json=BODY, headers=headers) as response:
@@ -257,22 +257,43 @@ async def test_a_redirect_leads_nowhere(side: str) -> None:
         assert other.p.calls == [] and other.d.calls == []
 
 
-@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+ASKED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hi"},
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3]},
+}
+EVIL = {"remote_host": "10.0.0.9", "do_remote_prefill": True}
+BOTH = {"kv_transfer_params": EVIL, "ec_transfer_params": EVIL}
+INNER = {"extra_args": BOTH | {"mine": 1}, **BOTH, "vllm_xargs": BOTH}
+NAMED = BOTH | {"vllm_xargs": BOTH | {"mine": 1}, "sampling_params": INNER, "extra_args": INNER}
+
+
+def test_every_route_that_generates_is_asked() -> None:
+    assert set(ASKED) == set(openai.ROUTES)
+
+
+@pytest.mark.parametrize("route", ASKED)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_transfer_parameters_of_a_client_reach_no_engine(route: str, stream: bool) -> None:
-    evil = {"remote_host": "10.0.0.9", "do_remote_prefill": True}
-    both = {"kv_transfer_params": evil, "ec_transfer_params": evil}
-    inner = {"extra_args": both | {"mine": 1}, **both, "vllm_xargs": both}
-    text = [{"role": "user", "content": "hi"}] if route == CHAT else "hi"
-    body = {"model": MODEL, "stream": stream, "messages" if route == CHAT else "prompt": text}
     async with serving() as pair:
-        named = body | both | {"vllm_xargs": both | {"mine": 1}, "sampling_params": inner, "extra_args": inner}
-        assert (await pair.post(route, named))[0] == 200
+        assert (await pair.post(route, {"model": MODEL, "stream": stream} | ASKED[route] | NAMED))[0] == 200
         for engine in (pair.p, pair.d):
             (call,) = engine.calls
             assert b"10.0.0.9" not in call.raw and b"ec_transfer_params" not in call.raw
             assert call.raw.count(b"kv_transfer_params") == 1, "the router's own"
             assert call.body["vllm_xargs"] == {"mine": 1} and call.body["extra_args"]["extra_args"] == {"mine": 1}
+
+
+@pytest.mark.parametrize("route", ["/tokenize", "/v1/embeddings", "/v1/chat/completions/render"])
+async def test_nor_do_they_where_one_engine_answers(route: str) -> None:
+    async with serving() as pair:
+        await pair.post(route, {"model": MODEL, "prompt": "hi"} | NAMED)
+        (call,) = pair.d.calls
+        assert b"10.0.0.9" not in call.raw and b"transfer_params" not in call.raw and call.body["prompt"] == "hi"
+
+
+async def test_what_a_user_writes_is_no_parameter() -> None:
     said = {"role": "user", "content": "what is kv_transfer_params?"}
     async with serving() as pair:
         assert (await pair.post(CHAT, {"model": MODEL, "messages": [said]}))[0] == 200

@@ -48,7 +48,7 @@ async def test_what_it_shows(browser: Browser) -> None:
         await pair.complete(model=MARKUP)
         await browser.until("document.querySelectorAll('#requests tbody tr').length === 3")
         rows = await browser.run("[...document.querySelectorAll('#requests tbody tr')].map((row) => row.innerText)")
-        assert MARKUP in rows[0] and "404" in rows[0] and "400" in rows[1] and "7 + 3" in rows[2]
+        assert MARKUP in rows[0] and "400" in rows[0] and MODEL in rows[1] and "7 + 3" in rows[2]
         assert pair.p.url.removeprefix("http://") in rows[2]
         await browser.run("document.querySelectorAll('#requests tbody tr')[2].click()")
         details = await browser.run("document.querySelector('#requests td.wide').innerText")
@@ -56,7 +56,7 @@ async def test_what_it_shows(browser: Browser) -> None:
         assert "first token" in details and "took" in details
         assert await browser.run("document.querySelectorAll('.bar i').length") >= 4
         errors = await browser.run("[...document.querySelectorAll('#errors tbody tr')].map((row) => row.innerText)")
-        assert len(errors) == 2 and MARKUP in errors[0] and "model_not_found" in errors[0]
+        assert len(errors) == 2 and pair.p.url in errors[0] and "engine_error" in errors[0]
         assert await browser.run("document.querySelectorAll('img').length") == 0
         assert await browser.run("document.title") == "kvferry router" and browser.logged == []
         pair.d.health = 503

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 
 import pytest
 from aiohttp import web
@@ -13,11 +14,16 @@ from scripted import (
     MODEL,
     Call,
     Engine,
+    Script,
     after,
+    begin_stream,
     decode_ok,
     error_of,
+    event,
+    hang,
     prefill_ok,
     prefilled,
+    refuse,
     serving,
     usage,
 )
@@ -64,14 +70,112 @@ async def test_c02_stream_options_and_min_tokens() -> None:
         assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2
 
 
+GENERATE = "/inference/v1/generate"
+RESPONSES = "/v1/responses"
+
+
+async def test_c03_generate_has_its_limits_in_sampling_params() -> None:
+    """C03: on P the limit is 1 and there is no minimum, nothing appears at top level; on D nothing changed."""
+    async with serving() as pair:
+        sent = {"model": MODEL, "token_ids": [1, 2, 3, 4], "sampling_params": {"max_tokens": 32, "min_tokens": 4}}
+        status, _, _ = await pair.post(GENERATE, sent)
+        assert status == 200
+        p, d = pair.p.calls[0].body, pair.d.calls[0].body
+        assert p["sampling_params"] == {"max_tokens": 1, "ignore_eos": True}
+        assert not p.keys() & {"max_tokens", "max_completion_tokens", "min_tokens"} and p["stream"] is False
+        assert p["kv_transfer_params"]["transfer_id"] == d.pop("kv_transfer_params")["transfer_id"]
+        assert d == sent
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["/v1/responses", "/v1/embeddings", "/inference/v1/generate"])
+async def test_c04_responses_are_one_transfer(stream: bool) -> None:
+    """C04: P and D each get one leg of one transfer; P stores, streams and parses nothing."""
+    async with serving() as pair:
+        tool = {"type": "function", "name": "f", "parameters": {}}
+        sent = {"model": MODEL, "input": "hi", "stream": stream, "tools": [tool], "tool_choice": "required"}
+        sent |= {"max_output_tokens": 9, "include": ["message.output_text.logprobs"]}
+        status, headers, _ = await pair.post(RESPONSES, sent)
+        assert status == 200 and len(pair.p.calls) == len(pair.d.calls) == 1
+        p, d = pair.p.calls[0].body, pair.d.calls[0].body
+        assert p["kv_transfer_params"]["transfer_id"] == d.pop("kv_transfer_params")["transfer_id"]
+        assert headers["x-kvferry-transfer-id"] == p["kv_transfer_params"]["transfer_id"]
+        assert d == sent
+        assert (p["max_output_tokens"], p["store"], p["stream"], p["tool_choice"]) == (1, False, False, "auto")
+        assert p["tools"] == [tool] and "include" not in p
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "background"])
+async def test_c04_what_only_one_engine_remembers_is_refused_by_field(field: str) -> None:
+    """C04: never D alone."""
+    async with serving() as pair:
+        value = "resp_1" if field == "previous_response_id" else True
+        status, _, raw = await pair.post(RESPONSES, {"model": MODEL, "input": "hi", field: value})
+        assert status == 501 and error_of(raw)["param"] == field and field in error_of(raw)["message"]
+        assert pair.p.calls == pair.d.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/audio/speech", "/pause", "/v1/load_lora_adapter"])
 async def test_c04_other_routes_are_refused_by_name(route: str, stream: bool) -> None:
+    """C04, and no client steers an engine."""
     async with serving() as pair:
         status, _, raw = await pair.post(route, {"model": MODEL, "input": "hi", "stream": stream})
         assert status == 501
         assert route in error_of(raw)["message"]
         assert pair.p.calls == pair.d.calls == []
+
+
+@pytest.mark.parametrize("route", ["/tokenize", "/detokenize", "/v1/embeddings", "/v1/chat/completions/render"])
+async def test_what_moves_no_kv_goes_to_one_engine_as_it_is(route: str) -> None:
+    async def answer(call: Call) -> web.StreamResponse:
+        return web.Response(status=418, body=call.raw[::-1], headers={"X-Mine": "1"}, content_type="text/plain")
+
+    async with serving() as pair:
+        pair.d.script = answer
+        raw = b'{"prompt" :  "a" , "model":"nope"}'
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer mine"}
+        async with pair.session.post(pair.url + route + "?q=1", data=raw, headers=headers) as response:
+            assert response.status == 418 and response.headers["X-Mine"] == "1"
+            assert await response.read() == raw[::-1]
+        assert pair.p.calls == [] and len(pair.d.calls) == 1
+        assert pair.d.calls[0].headers["Authorization"] == "Bearer mine"
+        assert pair.d.calls[0].request.path_qs == route + "?q=1"
+
+
+@pytest.mark.parametrize(
+    "sent", [b'{"kv_transfer_params":{"a":1},"k":1}', b'{"\\u006bv_transfer_params":{"a":1},"k":1}']
+)
+async def test_c67_nor_do_addresses_pass_with_what_moves_no_kv(sent: bytes) -> None:
+    """C67, however the name is spelt."""
+    kind = {"Content-Type": "application/json"}
+    async with serving() as pair, pair.session.post(pair.url + "/tokenize", data=sent, headers=kind):
+        assert pair.d.calls[0].body == {"k": 1}
+
+
+async def test_a_stored_response_is_looked_for_on_every_decode_engine() -> None:
+    async with serving(decode=[Engine("decode"), Engine("decode")]) as pair:
+        async with asyncio.timeout(5):
+            while not all(engine.ready for engine in pair.running.pool.all()):
+                await pair.running.pool.change()
+        pair.decodes[0].script = refuse(404, {"error": {"message": "no"}})
+        pair.decodes[1].script = refuse(409, {"error": {"message": "ended"}})
+        status, _, raw = await pair.post(f"{RESPONSES}/resp_1/cancel", {})
+        assert (status, json.loads(raw)) == (409, {"error": {"message": "ended"}})
+        pair.decodes[1].script = refuse(404, {"error": {"message": "no"}})
+        status, _, raw = await pair.post(f"{RESPONSES}/resp_1/cancel", {})
+        assert (status, json.loads(raw)) == (404, {"error": {"message": "no"}})
+        assert pair.p.calls == []
+
+
+async def test_ping_and_a_wrong_method() -> None:
+    async with serving() as pair:
+        for method in ("GET", "POST"):
+            async with pair.session.request(method, pair.url + "/ping") as response:
+                assert (response.status, await response.read()) == (200, b"")
+        async with pair.session.get(pair.url + COMPLETIONS) as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+        async with pair.session.get(pair.url + "/nope") as response:
+            assert response.status == 404
 
 
 async def test_c05_n_is_for_decode_and_told_to_prefill_as_fan_out() -> None:
@@ -88,7 +192,7 @@ async def test_c06_several_prompts_are_several_transfers(mode: str) -> None:
         status, headers, raw = await pair.complete(prompt=["alpha", "beta"], n=2)
         assert status == 200
         reply = json.loads(raw)
-        assert [choice["text"] for choice in reply["choices"]] == ['"alpha"', '"alpha"', '"beta"', '"beta"']
+        assert [choice["text"] for choice in reply["choices"]] == ['["alpha"]', '["alpha"]', '["beta"]', '["beta"]']
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
         assert reply["usage"] == {
             "prompt_tokens": 6,
@@ -107,7 +211,7 @@ async def test_c06_several_prompts_are_several_transfers(mode: str) -> None:
 
 async def test_c06_one_failed_prompt_fails_the_request() -> None:
     async def script(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == "beta":
+        if call.body["prompt"] == ["beta"]:
             return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
         return await prefill_ok(call)
 
@@ -122,13 +226,49 @@ async def test_c06_one_failed_prompt_fails_the_request() -> None:
             await pair.p.side.abandon_of(call.params["transfer_id"])
 
 
-async def test_c06_several_prompts_streamed_are_refused() -> None:
+async def test_c06_several_prompts_in_one_stream() -> None:
+    """C06, streamed: one transfer per prompt, choices numbered on, one event with the sums, one end."""
     async with serving() as pair:
-        status, _, raw = await pair.complete(prompt=[[1, 2], [3]], stream=True)
-        assert status == 501 and error_of(raw)["param"] == "prompt"
+        sent = {"prompt": [[1, 2], [3], [4]], "stream": True, "stream_options": {"include_usage": True}}
+        status, headers, raw = await pair.complete(**sent)
+        assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
+        lines = raw.decode().split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""] and lines.count("data: [DONE]") == 1
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        texts: dict[int, str] = {}
+        for event in events[:-1]:
+            (choice,) = event["choices"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        assert texts == {0: "[[1, 2]]!", 1: "[[3]]!", 2: "[[4]]!"}
+        assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 6
+        ids = {call.params["transfer_id"] for call in pair.p.calls}
+        assert len(ids) == 3 == len(pair.d.calls) and set(headers["x-kvferry-transfer-id"].split(",")) == ids
         status, _, _ = await pair.complete(prompt=[[1, 2]], stream=True)
-        assert status == 200 and pair.d.calls[0].body["prompt"] == [[1, 2]]
-        assert len(pair.p.calls) == 1
+        assert status == 200 and pair.d.calls[3].body["prompt"] == [[1, 2]]
+
+
+async def test_c06_a_prompt_that_breaks_ends_the_stream_of_all() -> None:
+    """C06, C22: one error event, no `[DONE]`, and the other prompt's legs are cancelled."""
+    never = asyncio.Event()
+
+    async def decode(call: Call) -> web.StreamResponse:
+        response = await begin_stream(call)
+        await response.write(event(str(call.body["prompt"])))
+        if call.body["prompt"] == ["beta"]:
+            assert call.request.transport is not None
+            call.request.transport.abort()
+        await never.wait()
+        return response
+
+    async with serving() as pair:
+        pair.d.script = decode
+        status, _, raw = await pair.complete(prompt=["alpha", "beta"], stream=True)
+        last = raw.decode().split("\n\n")[-2]
+        assert status == 200 and b"[DONE]" not in raw
+        assert json.loads(last.removeprefix("data: "))["error"]["side"] == "decode"
+        alpha = next(call for call in pair.d.calls if call.body["prompt"] == ["alpha"])
+        async with asyncio.timeout(1):
+            await alpha.cancelled.wait()
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
@@ -149,20 +289,22 @@ async def test_c07_prompt_logprobs_come_from_prefill(route: str) -> None:
         assert found == entries
         assert pair.p.calls[0].body["prompt_logprobs"] == 1
         assert "prompt_logprobs" not in pair.d.calls[0].body
-        status, _, _ = await pair.post(route, body | {"stream": True})
-        assert status == 400 and len(pair.p.calls) == 1
+        refused = {"error": {"message": "not when stream", "type": "BadRequestError", "param": None, "code": 400}}
+        pair.p.script, pair.d.script = refuse(400, refused), hang
+        status, _, raw = await pair.post(route, body | {"stream": True})
+        assert (status, json.loads(raw)) == (400, refused)
+        assert pair.p.calls[1].body["stream"] is True and pair.p.calls[1].body["prompt_logprobs"] == 1
+        assert all("prompt_logprobs" not in call.body for call in pair.d.calls)
 
 
 @pytest.mark.parametrize(
     ("route", "field", "body"),
     [
-        (COMPLETIONS, "echo", {"echo": True, "logprobs": 1}),
-        (CHAT, "echo", {"echo": True}),
         (COMPLETIONS, "use_beam_search", {"use_beam_search": True, "n": 2}),
         (COMPLETIONS, "prompt_embeds", {"prompt_embeds": "AAAA"}),
     ],
 )
-async def test_c07_c08_what_is_not_merged_is_refused_by_field(route: str, field: str, body: dict) -> None:
+async def test_what_no_pair_can_do_is_refused_by_field(route: str, field: str, body: dict) -> None:
     async with serving() as pair:
         status, _, raw = await pair.post(route, {"model": MODEL, "prompt": "a", "messages": MESSAGES} | body)
         assert status == 501
@@ -285,6 +427,79 @@ async def test_c34_the_clients_request_id_pairs_nothing() -> None:
         assert not any("dup" in json.dumps(call.body) for call in (*pair.p.calls, *pair.d.calls))
 
 
+async def test_c37_engines_that_name_requests_as_they_like() -> None:
+    """C37: P and D pair by the transfer id alone; whatever they add to a request's id is theirs."""
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        return prefilled(call, id=f"cmpl-{call.headers['X-Request-Id']}-0-{uuid.uuid4().hex[:8]}")
+
+    async with serving() as pair:
+        pair.p.script = prefill
+        for _ in range(3):
+            status, _, _ = await pair.post(COMPLETIONS, {"model": MODEL, "prompt": "a"}, X_Request_Id="a-0-1-b")
+            assert status == 200
+        for p, d in zip(pair.p.calls, pair.d.calls, strict=True):
+            assert p.params["transfer_id"] == d.params["transfer_id"]
+            assert p.headers["X-Request-Id"] == d.headers["X-Request-Id"] == "a-0-1-b"
+            assert b"a-0-1-b" not in p.raw + d.raw
+        assert len({call.params["transfer_id"] for call in pair.p.calls}) == 3
+
+
+async def test_c44_prefill_ends_by_its_length_only() -> None:
+    """C44: a stop that is P's one token would end it otherwise than by length, and the KV with it."""
+    async with serving() as pair:
+        ends = {"stop_token_ids": [5], "stop": ["x"], "include_stop_str_in_output": True, "ignore_eos": False}
+        status, _, _ = await pair.complete(**ends)
+        assert status == 200
+        p, d = pair.p.calls[0].body, pair.d.calls[0].body
+        assert not p.keys() & {"stop_token_ids", "stop", "include_stop_str_in_output"} and p["ignore_eos"] is True
+        assert ends.items() <= d.items()
+
+
+async def test_c08_echo_with_logprobs_is_merged() -> None:
+    """C08: the prompt's part is P's, the answer's D's; D is asked for nothing of the prompt."""
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        scores = {"text_offset": [0, 3, 6], "token_logprobs": [None, -1.0, -9.0], "tokens": ["The", " sk", "x"]}
+        choice = {
+            "index": 0,
+            "text": "The skx",
+            "logprobs": scores | {"top_logprobs": [None, {" sk": -1.0}, {"x": -9.0}]},
+        }
+        return prefilled(call, choices=[choice | {"prompt_logprobs": [None, {"7": {}}]}])
+
+    async def decode(call: Call) -> web.StreamResponse:
+        scores = {"text_offset": [0], "token_logprobs": [-2.0], "tokens": ["y"], "top_logprobs": [{"y": -2.0}]}
+        choice = {"index": 0, "text": "y", "logprobs": scores, "token_ids": [9], "prompt_token_ids": [6, 7]}
+        return web.json_response({"choices": [choice], "usage": usage(2, 1)})
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = prefill, decode
+        status, _, raw = await pair.complete(prompt="The sk", echo=True, logprobs=1)
+        assert status == 200
+        (choice,) = json.loads(raw)["choices"]
+        assert choice["text"] == "The sky" and choice["prompt_logprobs"] == [None, {"7": {}}]
+        assert choice["logprobs"] == {
+            "text_offset": [0, 3, 6],
+            "token_logprobs": [None, -1.0, -2.0],
+            "tokens": ["The", " sk", "y"],
+            "top_logprobs": [None, {" sk": -1.0}, {"y": -2.0}],
+        }
+        assert choice["token_ids"] is None and choice["prompt_token_ids"] is None
+        assert pair.p.calls[0].body["echo"] is True and pair.p.calls[0].body["logprobs"] == 1
+        d = pair.d.calls[0].body
+        assert "echo" not in d and "prompt_logprobs" not in d and d["logprobs"] == 1
+
+
+async def test_an_echo_without_an_answer_is_prefills_alone() -> None:
+    """Nothing is to be decoded, so nothing is transferred; the body is the client's."""
+    async with serving() as pair:
+        pair.p.script = decode_ok
+        sent = {"model": MODEL, "prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}
+        status, _, _ = await pair.post(COMPLETIONS, sent)
+        assert status == 200 and pair.d.calls == [] and pair.p.calls[0].body == sent
+
+
 async def test_c35_a_transfer_id_of_the_client_is_dropped() -> None:
     gate = asyncio.Event()
     async with serving() as pair:
@@ -405,27 +620,74 @@ async def test_colocated_passes_the_body_through() -> None:
         assert pair.d.calls[0].body == body
 
 
+def knows(*names: str) -> Script:
+    """An engine that refuses other models, as one does."""
+
+    async def script(call: Call) -> web.StreamResponse:
+        model = call.body["model"]
+        if model not in names:
+            said = {"error": {"message": f"The model `{model}` does not exist.", "type": "NotFoundError", "code": 404}}
+            return web.json_response(said, status=404)
+        return await (prefill_ok if call.params.get("do_remote_decode") else hang)(call)
+
+    return script
+
+
 async def test_models_and_an_unknown_one() -> None:
+    """The engine that doesn't know a model says so itself; nothing is computed by the other alone."""
     prefill, decode = Engine("prefill"), Engine("decode")
     prefill.models, decode.models = ["toy", "only-p"], ["toy", "only-d"]
     async with serving(prefill=[prefill], decode=[decode]) as pair:
         async with pair.session.get(pair.url + "/v1/models") as response:
             assert [entry["id"] for entry in (await response.json())["data"]] == ["toy"]
-        for name in ("only-p", "only-d", "typo"):
+        prefill.script, decode.script = knows(*prefill.models), knows(*decode.models)
+        for number, name in enumerate(("only-p", "only-d", "typo")):
             status, _, raw = await pair.complete(model=name)
-            facts = error_of(raw)
-            assert status == 404 and facts["param"] == "model" and facts["code"] == "model_not_found"
-            assert name in facts["message"] and "toy" in facts["message"]
-        assert pair.p.calls == pair.d.calls == []
+            assert status == 404 and json.loads(raw)["error"]["message"] == f"The model `{name}` does not exist."
+            for call in (pair.p.calls[number], pair.d.calls[number]):
+                async with asyncio.timeout(1):
+                    await call.ended.wait()
 
 
-@pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b'{"model": 5}', b"\xff\xfe"])
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 100_000])
 async def test_a_body_that_is_no_request(raw: bytes) -> None:
+    """The engine says what is wrong with it; where it would take it, the router does."""
+    said = {"error": {"message": "1 validation error", "type": "Bad Request", "param": "body", "code": 400}}
+
+    async def takes(call: Call) -> web.StreamResponse:
+        return web.Response()
+
     async with serving() as pair:
+        for script, expected in ((refuse(400, said), "Bad Request"), (takes, "invalid_request_error")):
+            pair.d.script = script
+            async with pair.session.post(pair.url + COMPLETIONS, data=raw) as response:
+                assert response.status == 400
+                assert error_of(await response.read())["type"] == expected
+            assert pair.d.calls[-1].raw == raw
+        assert pair.p.calls == []
+
+
+@pytest.mark.parametrize("name", [b"kv_transfer_params", b"\\u006bv_transfer_params"])
+async def test_c67_a_body_that_we_cannot_read_names_no_peer_to_an_engine(name: bytes) -> None:
+    """C67: an engine may read what the router could not."""
+    async with serving() as pair:
+        raw = b'{"' + name + b'": {"remote_host": "10.0.0.9"}'
         async with pair.session.post(pair.url + COMPLETIONS, data=raw) as response:
             assert response.status == 400
-            assert error_of(await response.read())["type"] == "invalid_request_error"
         assert pair.p.calls == pair.d.calls == []
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/json; charset=utf-8", None])
+async def test_both_legs_get_the_clients_content_type(kind: str | None) -> None:
+    """An engine refuses what isn't JSON by name; only it knows what it takes."""
+    async with serving() as pair:
+        headers = {} if kind is None else {"Content-Type": kind}
+        raw = json.dumps({"model": 5, "prompt": "a"}).encode()
+        skip = ("Content-Type",) if kind is None else ()
+        async with pair.session.post(pair.url + COMPLETIONS, data=raw, headers=headers, skip_auto_headers=skip) as got:
+            assert got.status == 200
+        assert pair.p.calls[0].headers.get("Content-Type") == pair.d.calls[0].headers.get("Content-Type") == kind
+        assert pair.p.calls[0].body["model"] == pair.d.calls[0].body["model"] == 5
 
 
 async def test_a_body_above_the_limit() -> None:

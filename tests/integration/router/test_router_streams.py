@@ -27,8 +27,10 @@ from scripted import (
     error_of,
     event,
     prefill_ok,
+    prefilled,
     serving,
     stream,
+    usage,
 )
 
 STREAMED = {"model": MODEL, "prompt": "hi", "stream": True}
@@ -344,3 +346,65 @@ async def test_no_descriptor_is_left_behind() -> None:
         _, writer = await pair.raw(STREAMED)
         writer.close()
     assert descriptors() <= before
+
+
+async def test_c72_a_character_of_four_tokens_and_frames_of_several() -> None:
+    """C72: pieces end inside characters and inside the event with the counts, which the router edits (C62)."""
+    ship = "🚢"
+    events = [
+        {"choices": [{"index": 0, "text": "", "token_ids": [1, 2]}]},
+        {"choices": [{"index": 0, "text": f"{ship}é", "token_ids": [3, 4, 5]}]},
+        {"choices": [{"index": 0, "text": ship, "token_ids": [6, 7, 8, 9]}]},
+        {"choices": [], "usage": usage(100, 9, cached=99)},
+    ]
+    sent = b"".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n".encode() for one in events) + DONE
+
+    async def decode(call: Call) -> web.StreamResponse:
+        return await stream(call, [sent[at : at + 3] for at in range(0, len(sent), 3)])
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        return prefilled(call, usage=usage(100, 1, cached=96))
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = prefill, decode
+        status, _, raw = await pair.complete(stream=True, stream_options={"include_usage": True})
+        text = raw.decode()
+        assert status == 200 and "\ufffd" not in text and raw.endswith(DONE)
+        got = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+        assert got[:3] == events[:3]
+        assert got[3]["usage"] == usage(100, 9, cached=96)
+        made = sum(len(choice["token_ids"]) for one in got for choice in one["choices"])
+        assert got[3]["usage"]["completion_tokens"] == made == 9
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_responses_wait_for_prefill_behind_their_opening(fails: bool) -> None:
+    """C04, C20: `response.created` comes before D has its KV, so P's error is still the client's, with its status."""
+    opening = b"event: response.created\ndata: {}\n\n"
+    rest = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\nevent: response.completed\ndata: {}\n\n'
+    gate, answered = asyncio.Event(), asyncio.Event()
+
+    async def decode(call: Call) -> web.StreamResponse:
+        response = await begin_stream(call)
+        await response.write(opening)
+        answered.set()
+        await gate.wait()
+        await response.write(rest)
+        await response.write_eof()
+        return response
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        await answered.wait()
+        return web.json_response({"error": {"message": "no", "code": 500}}, status=500) if fails else prefilled(call)
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = prefill, decode
+        asked = asyncio.create_task(pair.post("/v1/responses", {"model": MODEL, "input": "a", "stream": True}))
+        await pair.d.call()
+        if not fails:
+            gate.set()
+        status, _, raw = await asked
+        assert (status, raw) == (200, opening + rest) if not fails else status == 500
+        if fails:
+            async with asyncio.timeout(1):
+                await pair.d.calls[0].cancelled.wait()

@@ -1,0 +1,82 @@
+"""One vLLM engine and a pair of them answer alike: the core of the table, greedy, float32, on CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+from contract_cases import CASES, CHAT, Case, chat
+from contract_check import check, resolved, send
+from vllm_tier import asking, deployed
+
+MINE = [case for case in CASES if "vllm" in case.tiers]
+TOLERANCE = 1e-3
+"""Of a logprob: the two sides may batch differently."""
+ARGS = (
+    "--block-size=32",
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+    "--max-logprobs=5",
+)
+ENGINE = {"dtype": "float32", "vllm_args": ARGS, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+missing = [name for name in ("vllm", "torch") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not installed: run `make setup`"),
+]
+
+
+@dataclass(frozen=True)
+class Sides:
+    one: str
+    pair: str
+    model: str
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    folder = tmp_path_factory.mktemp("contract")
+    with (
+        deployed(folder / "one", mode="colocated", **ENGINE) as one,
+        deployed(folder / "pair", mode="push", router=True, **ENGINE) as pair,
+    ):
+        yield Sides(one.engines[0].url, pair.router_url, pair.model_name())
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with asking() as session:
+        yield session
+
+
+@pytest.mark.parametrize("case", MINE, ids=lambda case: case.name)
+async def test_one_and_pair_answer_alike(case: Case, sides: Sides, session: aiohttp.ClientSession) -> None:
+    """C02, C05 to C09, C12, C20, C44, C62: as the case says."""
+    asked = await resolved(session, sides.one, sides.pair, case, sides.model)
+    for _ in range(case.times):
+        one = await send(session, sides.one, asked, sides.model)
+        check(asked, one, await send(session, sides.pair, asked, sides.model), TOLERANCE)
+
+
+async def test_c62_the_second_time_most_is_cached(sides: Sides, session: aiohttp.ClientSession) -> None:
+    """C62: P's number, a multiple of the block, streamed and not; D would say all but one token."""
+    body = chat("C62 on real engines")
+    counts = []
+    for more in ({}, {}, {"stream": True, "stream_options": {"include_usage": True}}):
+        case = Case(name="C62", route=CHAT, body=body | more)
+        raw = (await send(session, sides.pair, case, sides.model)).raw
+        if more:
+            raw = raw.decode().split("\n\n")[-3].removeprefix("data: ").encode()
+        counts.append(json.loads(raw)["usage"])
+    prompt = counts[0]["prompt_tokens"]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in counts]
+    # the beginning of the chat may be that of an earlier case
+    assert cached[0] < cached[1] == cached[2] == (prompt - 1) // 32 * 32
+    assert [usage["completion_tokens"] for usage in counts] == [counts[0]["completion_tokens"]] * 3
