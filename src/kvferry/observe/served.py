@@ -51,12 +51,12 @@ class ServedMetrics:
             ("mode", "outcome", "reason"),
             registry=registry,
         )
-        self.handover = Histogram(
+        self.handover = FastHistogram(
             "kvferry_router_pd_handover_seconds",
             "Prefill's reply to decode's first token.",
             ("mode",),
-            buckets=_HANDOVER_S,
-            registry=registry,
+            _HANDOVER_S,
+            registry,
         )
         self.moved = Histogram(
             "kvferry_router_pd_transfer_bytes",

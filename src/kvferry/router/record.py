@@ -90,24 +90,32 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """The line of the text log."""
-        facts = self.facts()
-        route, prompt, output = (
-            facts.pop("route"),
-            facts.pop("prompt_tokens", None),
-            facts.pop("completion_tokens", None),
-        )
-        if not facts["stream"]:
-            del facts["stream"]
-        if not facts["retries"]:
-            del facts["retries"]
+        parts = [self.route, f"status={self.status}"]
+        if self.model:
+            parts.append(f"model={_word(self.model)}")
+        if self.stream:
+            parts.append("stream=True")
+        if self.legs:
+            leg = self.legs[0]
+            parts.append(f"prefill={leg.prefill or '-'} decode={leg.decode or '-'} transfer_id={self.transfer_ids}")
+        if self.request_id:
+            parts.append(f"request_id={_word(self.request_id)}")
+        if self.ttft_ms is not None:
+            parts.append(f"ttft_ms={self.ttft_ms}")
+        parts.append(f"e2e_ms={self.e2e_ms}")
+        prompt, output = self.prompt_tokens, self.completion_tokens
         if prompt is not None or output is not None:
-            facts["tokens"] = f"{'?' if prompt is None else prompt}+{'?' if output is None else output}"
-        return " ".join([route, *(f"{key}={_word(value)}" for key, value in facts.items())])
+            parts.append(f"tokens={'?' if prompt is None else prompt}+{'?' if output is None else output}")
+        if self.retries:
+            parts.append(f"retries={self.retries}")
+        if self.code:
+            side = f" side={self.side}" if self.side else ""
+            parts.append(f"error={self.code}{side}" + (f" reason={_word(self.reason)}" if self.reason else ""))
+        return " ".join(parts)
 
 
-def _word(value: object) -> str:
+def _word(text: str) -> str:
     """One word, whatever a client put into it: the next field can't be forged."""
-    text = str(value)
     if len(text) > _LONG:
         text = text[:_LONG] + "..."
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

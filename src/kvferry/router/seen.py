@@ -8,6 +8,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from prometheus_client import Counter
+
+from kvferry.observe.histogram import Series
 from kvferry.observe.metrics import RouterMetrics
 from kvferry.observe.served import ENGINE
 from kvferry.router.recent import Recent
@@ -27,6 +30,9 @@ class Seen:
         self.tracing = tracing
         self._metrics = metrics.served
         self._numbers = itertools.count(1)
+        self._series: dict[str, tuple[Series, Series, Series]] = {}
+        self._counters: dict[tuple[str, ...], Counter] = {}
+        """Looking a label up in the client library costs ten times what is done with it."""
 
     def number(self) -> int:
         return next(self._numbers)
@@ -39,22 +45,36 @@ class Seen:
             spawn(self.tracing.finish(span, record, self.told))
 
     def _count(self, record: Record) -> None:
-        metrics = self._metrics
         if record.status == 200 and not record.code:
-            labels = metrics.model(record.model), ENGINE
+            ttft, e2e, tpot = self._felt(record.model)
             if record.ttft_ms is not None:
-                metrics.ttft.labels(*labels).observe(record.ttft_ms / 1e3)
-            metrics.e2e.labels(*labels).observe(record.e2e_ms / 1e3)
+                ttft.observe(record.ttft_ms / 1e3)
+            e2e.observe(record.e2e_ms / 1e3)
             if record.tpot_ms is not None:
-                metrics.tpot.labels(*labels).observe(record.tpot_ms / 1e3)
+                tpot.observe(record.tpot_ms / 1e3)
         outcome = "failed" if record.failed else "left" if record.code else "ok"
         for leg in record.legs:
             if leg.prefill:
-                metrics.outcomes.labels(record.mode, outcome, record.code or "none").inc()
+                self._ended(record.mode, outcome, record.code or "none").inc()
                 times = {event.event: event.t for event in leg.events}
                 if "prefill_done" in times and "first_token" in times:
                     gap = times["first_token"] - times["prefill_done"]
-                    metrics.handover.labels(record.mode).observe(max(gap, 0.0))
+                    self._metrics.handover.labels(record.mode).observe(max(gap, 0.0))
+
+    def _felt(self, model: str | None) -> tuple[Series, Series, Series]:
+        metrics = self._metrics
+        label = metrics.model(model)
+        found = self._series.get(label)
+        if found is None:
+            ttft, e2e, tpot = (one.labels(label, ENGINE) for one in (metrics.ttft, metrics.e2e, metrics.tpot))
+            found = self._series[label] = (ttft, e2e, tpot)
+        return found
+
+    def _ended(self, *labels: str) -> Counter:
+        found = self._counters.get(labels)
+        if found is None:
+            found = self._counters[labels] = self._metrics.outcomes.labels(*labels)
+        return found
 
     async def fold(self, mode: str) -> None:
         """What the engines' stories told of transfers since the last time: into the metrics. Reads files."""
