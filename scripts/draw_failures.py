@@ -39,7 +39,9 @@ AFTER_STAGES = f"""
   [configuration.md](configuration.md); the tests use
   {", ".join(f"{name} {value:g}" for name, value in LIMITS.items())}.
   After *blocks* comes when they are free, if that is later.
-- **The client** of the router. Where D's request fails, the router asks D's side channel why; its answer carries the
+- **The client** of the router, with `--retries 0`: what one try ends in. With tries left, a failure before the first
+  byte goes to other engines as a new transfer ([operations.md](operations.md#another-try)), and the client gets that
+  one's answer. Where D's request fails, the router asks D's side channel why; its answer carries the
   reason, and the status is that of the router's own table.
 - **Metrics** are those of the engines that are left, without the histograms of posts. `prefill,CODE` stands for
   `kvferry:transfers_total{{side="prefill",outcome="CODE"}}`, *failed posts* for `vllm:nixl_num_failed_transfers_total`,

@@ -21,8 +21,10 @@ from kvferry.launch.spec import DeploymentSpec
 
 @contextmanager
 def simulated(folder: Path, mode: str = "push", profile: str = "instant", **settings: Any) -> Iterator[Deployment]:
-    """What the launcher says goes to the test's output. The engines look for what is left behind."""
+    """What the launcher says goes to the test's output. The engines look for what is left behind. Retries are off, so
+    that a failure is seen."""
     settings = {"debug_invariants": True, **settings}
+    settings["router_args"] = ("--retries", "0", *settings.get("router_args", ()))
     spec = DeploymentSpec(mode=mode, engine="sim", profile=profile, state_dir=folder / "state", **settings)
     with Deployment(spec, report=print) as deployment:
         yield deployment

@@ -281,3 +281,21 @@ def test_words_of_a_stream_lost_twice_or_late(d, first):
     for word in words[first]:
         acts(word(r, False, 0.0) if word == d.begun else word(r, 0.0))
     assert d.incoming() == 1 and acts(d.landed(r, 0.0))[0].ok
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_abandoned_transfer_ends_and_its_blocks_wait_for_p(d, begun):
+    (r,) = opened(d)
+    if begun:
+        d.begun(r, True, 1.0)
+    out = acts(d.abandon("t", "a router's word", 2.0))
+    assert out == [Send("p0", cancel(r, "a router's word")), Doomed(where(), "abandoned", "a router's word")]
+    assert d.abandon("t", "again", 2.0) == [] and d.abandon("another", "x", 2.0) == []
+    (outcome,) = acts(d.failed(r, "cancelled", "P's word", 3.0))
+    assert (outcome.ok, outcome.code) == (False, "abandoned") and gone(d)
+
+
+def test_an_abandoned_transfer_that_was_still_dialled_ends_at_once(d):
+    d.open(where(), set(), 0.0)
+    (outcome,) = acts(d.abandon("t", "a router's word", 1.0))
+    assert (outcome.ok, outcome.code) == (False, "abandoned") and gone(d)

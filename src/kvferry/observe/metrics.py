@@ -42,7 +42,13 @@ class RouterMetrics:
         self.flow_queue = self._gauge("flow_control_queue_size", "Requests that wait for the TTFT objective.")
         self.disconnects = self._counter("client_disconnects", "Clients that left before the end.")
         self.retries = self._counter("retries", "Tries made again before the first byte.", "side", "code")
+        self.retries_exhausted = self._counter("retries_exhausted", "Failures with no try left for them.", "reason")
         self.cb_state = self._gauge("cb_state", "Circuit: 0 closed, 1 open, 2 half open.", "role", "engine")
+        self.ejections = self._counter("ejections", "Left out for doing worse than others.", "role", "engine")
+        self.ejected = self._gauge("worker_ejected", "1: left out.", "role", "engine")
+        self.draining = self._gauge("worker_draining", "1: takes no new request.", "role", "engine")
+        self.discoveries = self._counter("discoveries", "Looks at a source of engines.", "source", "outcome")
+        self.tasks = self._gauge("tasks", "Asyncio tasks in this process.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_P + name, text, labels, registry=self.registry)

@@ -288,6 +288,14 @@ class Landings:
         landing = self._landings.get(request)
         return [] if landing is None else self._stop(landing, "cancelled", reason, now)
 
+    def abandon(self, transfer_id: TransferId, reason: str, now: float) -> list[Instruction]:
+        """Somebody wants this transfer to end: its requests here fail, their blocks go back when no write can come."""
+        out: list[Instruction] = []
+        for landing in list(self._landings.values()):
+            if landing.destination.transfer_id == transfer_id and not landing.code:
+                out += self._stop(landing, "abandoned", reason, now)
+        return out
+
     # -- the prefill rank's side ------------------------------------------------------------------------------------
 
     def connected(self, peer: PeerKey, now: float) -> list[Instruction]:

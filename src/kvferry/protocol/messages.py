@@ -255,7 +255,8 @@ class Description(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Router -> P: this transfer has no taker any more (or its request is gone); free what it holds."""
+    """Router -> any rank: this transfer has no taker any more (or its request is gone); free what it holds. On D its
+    request fails."""
 
     transfer_id: Transfer
     reason: Annotated[str, msgspec.Meta(max_length=MOST_REASON)]
@@ -278,7 +279,7 @@ class Reached(Message, frozen=True):
 
 
 class Abandoned(Message, frozen=True):
-    """Answer to `Abandon`. `known`: whether P held anything for it."""
+    """Answer to `Abandon`. `known`: whether that rank held anything for it."""
 
     transfer_id: Transfer
     known: bool

@@ -15,6 +15,7 @@ from aiohttp import web
 from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.listener import bind, not_listening, runner, url_of
+from kvferry.router import operations
 from kvferry.router.config import RouterConfig
 from kvferry.router.dashboard import PAGE, Dashboard
 from kvferry.router.guard import check_headers, same_machine
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvferry.router")
 
-OPERATIONS: tuple[Callable[[web.Application, Services], None], ...] = ()
+OPERATIONS: tuple[Callable[[web.Application, Services], None], ...] = (operations.add_routes,)
 """Each adds its routes."""
 OPEN = frozenset((PAGE, "/health"))
 """Without the key. The page holds no facts: it asks its user for the key, and with it for them."""

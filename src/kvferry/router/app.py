@@ -17,10 +17,13 @@ from aiohttp import web
 from kvferry.errors import KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.router import edits, openai, passage
+from kvferry.router.budget import RetryBudget
 from kvferry.router.config import RouterConfig
 from kvferry.router.dashboard import Dashboard
 from kvferry.router.dialect import dialect_of
+from kvferry.router.discovery import followers
 from kvferry.router.guard import Guard
+from kvferry.router.membership import Membership, show
 from kvferry.router.openai import Route
 from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
@@ -69,23 +72,31 @@ class Router:
         metrics, story = RouterMetrics(), Story(config.story_dir or None, "router")
         told = Told(config.story_dir) if config.story_dir else None
         self._guard = Guard(config)
+        pool = Pool(config, dialect, upstream, metrics)
         self.services = Services(
             config=config,
             dialect=dialect,
-            pool=Pool(config, dialect, upstream),
+            pool=pool,
+            members=Membership(config, pool),
             upstream=upstream,
             story=story,
             metrics=metrics,
             seen=Seen(metrics, told, tracing_to(config.otlp_traces_endpoint)),
+            retry_budget=RetryBudget(config.retry),
             spawn=self._spawn,
         )
         self._mode = "colocated" if dialect is None else dialect.name
         self._running = 0
         self._beside: set[asyncio.Task[None]] = set()
+        self._following = followers(config, self.services)
 
     async def life(self, app: web.Application) -> AsyncIterator[None]:
         self.services.pool.start()
+        following = [asyncio.create_task(one.follow(), name=f"discover {one.where}") for one in self._following]
         yield
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         await self.services.pool.close()
         if self._beside:
             _, late = await asyncio.wait(set(self._beside), timeout=SHUTDOWN_S)
@@ -162,7 +173,7 @@ class Router:
         pool = self.services.pool
         missing = pool.missing()
         engines = [
-            {"url": engine.url, "role": engine.role, "ready": engine.ready, "reason": engine.reason}
+            {"url": engine.url, "role": engine.role, "ready": engine.takes, "reason": engine.why_not}
             for engine in pool.all()
         ]
         facts = {"status": "unready" if missing else "ready", "missing": missing, "engines": engines}
@@ -178,6 +189,7 @@ class Router:
         engines = self.services.pool.all()
         for engine in engines:
             metrics.worker_health.labels(engine.role, engine.url).set(engine.ready)
+        show(metrics, self.services.pool)
         metrics.load({(one.role, one.url): one.load for one in engines if one.load is not None})
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -8,6 +8,9 @@ import msgspec
 
 from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError
+from kvferry.router.breaker import BreakerSettings
+from kvferry.router.budget import RetrySettings
+from kvferry.router.outliers import OutlierSettings
 from kvferry.router.spec import EngineSpec
 
 Connector = Literal["kvferry", "upstream-pull", "upstream-push", "none"]
@@ -99,6 +102,17 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: str = ""
     """Of an OpenTelemetry collector; "" = no spans."""
+    retries: int = 2
+    """Further tries of a request of which the client has no byte yet. One outlives an engine that died; the second, one
+    more that went with it or was chosen before a probe saw it. More would only make an outage longer."""
+    retry: RetrySettings = RetrySettings()
+    breaker: BreakerSettings = BreakerSettings()
+    outliers: OutlierSettings = OutlierSettings()
+    drain_timeout_s: float = 300.0
+    """An engine that is to go is waited for this long, where the request to remove it doesn't say; a long answer takes
+    minutes. What still runs there then runs on, but nobody waits for it."""
+    discover: tuple[str, ...] = ()
+    """Sources of engines besides `prefill` and `decode`: `[ROLE=]KIND:WHERE[,NAME=VALUE]...`, see `discovery.py`."""
 
     @property
     def colocated(self) -> bool:
@@ -118,24 +132,33 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """See the function of this name."""
         return bind_percent(self.bind)
 
+    def check_prefill(self, spec: EngineSpec) -> None:
+        """Raises `ConfigError` for a prefill engine that this connector can't use as it is told."""
+        if self.connector == "upstream-push" and not spec.engine_id:
+            raise ConfigError(
+                f"prefill engine {spec.url}: connector upstream-push needs its engine id",
+                hint='start it with "engine_id" in --kv-transfer-config and add ,engine_id=ID to --prefill',
+            )
+
     def check(self) -> None:
         """Raises `ConfigError` for settings that contradict each other."""
         ours = self.connector == "kvferry"
         check_guarding(self)
         check_bind(self.bind, f"mode {self.mode!r}" if ours else f"connector {self.connector!r}", self.streams)
-        if not self.decode:
+        if self.retries < 0:
+            raise ConfigError(f"--retries {self.retries}", hint="expected 0 (none) or more")
+        if self.drain_timeout_s < 0:
+            raise ConfigError(f"--drain-timeout {self.drain_timeout_s:g}", hint="expected seconds, 0 or more")
+        for settings in (self.retry, self.breaker, self.outliers):
+            settings.check()
+        if not self.decode and not self.discover:
             raise ConfigError("no decode engine", hint="--decode URL")
-        if not self.colocated and not self.prefill:
+        if not self.colocated and not self.prefill and not self.discover:
             raise ConfigError("no prefill engine", hint="--prefill URL, or --mode colocated")
         if self.colocated and self.prefill:
             raise ConfigError("colocated serving takes no prefill engine", hint="drop --prefill, or --mode push")
-        if self.connector == "upstream-push":
-            for spec in self.prefill:
-                if not spec.engine_id:
-                    raise ConfigError(
-                        f"prefill engine {spec.url}: connector upstream-push needs its engine id",
-                        hint='start it with "engine_id" in --kv-transfer-config and add ,engine_id=ID to --prefill',
-                    )
+        for spec in self.prefill:
+            self.check_prefill(spec)
         urls = [spec.url for spec in (*self.prefill, *self.decode)]
         for url in urls:
             if urls.count(url) > 1:

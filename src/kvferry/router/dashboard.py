@@ -15,7 +15,8 @@ from aiohttp import web
 
 from kvferry import __version__
 from kvferry.router.guard import same_machine
-from kvferry.router.pool import Engine
+from kvferry.router.operations import engine_facts
+from kvferry.router.pool import Engine, Pool
 from kvferry.router.record import Leg, Record
 from kvferry.router.replies import Refusal
 from kvferry.router.services import Services
@@ -72,7 +73,7 @@ class Dashboard:
             "version": __version__,
             "mode": "colocated" if services.dialect is None else services.dialect.name,
             "missing": services.pool.missing(),
-            "engines": [_engine(one) for one in services.pool.all()],
+            "engines": [_engine(services.pool, one) for one in services.pool.all()],
             "requests": [self._told(record) for record in recent.since(after)],
             "errors": [msgspec.structs.replace(record, legs=[]) for record in recent.errors],
             "steps": STEPS,
@@ -90,18 +91,10 @@ class Dashboard:
         return msgspec.structs.replace(record, legs=legs)
 
 
-def _engine(engine: Engine) -> dict[str, Any]:
+def _engine(pool: Pool, engine: Engine) -> dict[str, Any]:
     transfers, backlog = engine.load or (None, None)
-    return {
-        "role": engine.role,
-        "url": engine.url,
-        "ready": engine.ready,
-        "reason": engine.reason,
-        "in_flight": engine.in_flight,
-        "open_transfers": transfers,
-        "backlog_bytes": backlog,
-        "models": sorted(engine.models or ()),
-    }
+    more = {"open_transfers": transfers, "backlog_bytes": backlog, "models": sorted(engine.models or ())}
+    return engine_facts(pool, engine) | more
 
 
 def _hashes(page: str) -> str:

@@ -18,18 +18,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.errors import PeerUnreachable, TransferTimeout
+from kvferry.errors import KVFerryError, PeerUnreachable, TransferTimeout
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.router import explain, wire
 from kvferry.router.connection import Response
 from kvferry.router.dialect import Dialect, Params, Source
+from kvferry.router.faults import is_of_transfer, verdict_on
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
 from kvferry.router.pace import Pace
-from kvferry.router.pool import Engine
+from kvferry.router.pool import Engine, Role
 from kvferry.router.record import Event
 from kvferry.router.replies import LegFailed, recounted
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
+from kvferry.router.standing import Leg
 from kvferry.router.upstream import engine_error, forwarded, read_all, read_some
 from kvferry.transfer import inquiry
 
@@ -80,9 +82,11 @@ class Exchange:
         self.pace = Pace(functools.partial(services.metrics.served.gaps, plan.model))
         self.landed = False
         """D made a token: it has its KV, and P holds nothing for it."""
+        self._asked_at = self._prefilled_at = 0.0
         self._begun = time.monotonic()
-        for engine in self._engines():
-            engine.in_flight += 1
+        self._closed = False
+        self._let_go = asyncio.Event()
+        self._legs: dict[Role, Leg] = {role: engine.begin() for role, engine in self._engines().items()}
 
     @property
     def bound(self) -> bool:
@@ -94,8 +98,14 @@ class Exchange:
         assert self._decode is not None, "not bound yet"
         return self._decode
 
-    def _engines(self) -> list[Engine]:
-        return [engine for engine in (self.prefill, self._decode) if engine is not None]
+    @property
+    def urls(self) -> list[str]:
+        return [engine.url for engine in self._engines().values()]
+
+    def _engines(self) -> dict[Role, Engine]:
+        """By what they are to this exchange: one engine that answers alone, of whichever role, is its D."""
+        both: tuple[tuple[Role, Engine | None], ...] = (("prefill", self.prefill), ("decode", self._decode))
+        return {role: engine for role, engine in both if engine is not None}
 
     def note(self, event: str, *, t: float | None = None, **facts: Any) -> None:
         """`t`: wall-clock seconds, now if absent."""
@@ -133,7 +143,7 @@ class Exchange:
         else:
             enough.result()
         self._decode = self._choose()
-        self._decode.in_flight += 1
+        self._legs["decode"] = self._decode.begin()
         self.note("bound", decode=self._decode.url)
 
     async def _enough(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
@@ -213,9 +223,12 @@ class Exchange:
         return text if isinstance(text, str) else ""
 
     def close(self, *, failure: str = "") -> None:
-        """`failure` "" where the answer went out whole."""
-        for engine in self._engines():
-            engine.in_flight -= 1
+        """`failure` "" where the answer went out whole. A second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for role, engine in self._engines().items():
+            engine.end(self._legs[role])
         for response in self._responses:
             response.close()
         for task in self._tasks:
@@ -230,16 +243,43 @@ class Exchange:
             self.note("last_token")
 
     async def _wind_up(self, let_go: str) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if let_go and self.prefill is not None:
-            outcome = await explain.abandon(self.prefill, self.transfer_id, let_go)
-            self._services.metrics.abandons.labels(outcome).inc()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if let_go and self.prefill is not None:
+                outcome = await explain.abandon(self.prefill, self.transfer_id, let_go)
+                self._services.metrics.abandons.labels(outcome).inc()
+        finally:
+            self._let_go.set()
+
+    async def let_go(self, limit_s: float) -> None:
+        """After `close`: until P has been told, or so long."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._let_go.wait()
+        except TimeoutError:
+            pass  # P does not answer; the telling goes on beside
+
+    def broke(self, error: KVFerryError) -> None:
+        """The answer was cut by this after its first byte, which is D's failure, or the deadline's."""
+        if error.code != TransferTimeout.code:
+            self._legs["decode"].settle("failed")
+
+    def _leg(self, side: str) -> Leg:
+        return self._legs["prefill" if side == "prefill" and self.prefill is not None else "decode"]
+
+    def _judge(self, error: LegFailed) -> None:
+        """Whose failure it was."""
+        self._leg(error.side).settle(verdict_on(error))
+        if is_of_transfer(error) and self.prefill is not None:
+            self._legs["prefill"].settle(verdict_on(error))
 
     def late(self) -> LegFailed:
         """The request's deadline passed."""
         unready = self.prefill is not None and not (self._prefill_ok.is_set() and self.bound)
         waiting = self.prefill if self.prefill is not None and unready else self.decode
         limit = self._services.config.request_timeout_s
+        if not self.landed:
+            self._leg(waiting.role).settle("failed")
         message = f"{waiting.role} engine {waiting.url} did not finish within the request deadline of {limit:g} s"
         return LegFailed(message, side=waiting.role, peer=waiting.url, cause=TransferTimeout(message))
 
@@ -264,8 +304,11 @@ class Exchange:
                 raise LegFailed(message, side="prefill", peer=engine.url)
         except LegFailed as error:
             metrics.pd_prefill_errors.labels(engine.url, error.code).inc()
+            self._judge(error)
             raise
-        metrics.pd_prefill_duration.labels(dialect.name).observe(time.monotonic() - begun)
+        self._prefilled_at = time.monotonic()
+        self._legs["prefill"].settle("worked", self._prefilled_at - begun)
+        metrics.pd_prefill_duration.labels(dialect.name).observe(self._prefilled_at - begun)
         self.note("prefill_done")
         self.prefill_reply = reply
         self._prefill_ok.set()
@@ -273,6 +316,7 @@ class Exchange:
 
     async def _decode_leg(self, params: Params | None) -> Answer:
         engine, metrics = self.decode, self._services.metrics
+        self._asked_at = time.monotonic()
         metrics.pd_decode_requests.labels(engine.url).inc()
         try:
             response = await self._post(engine, decode_body(self._plan, self._part, params))
@@ -289,6 +333,7 @@ class Exchange:
             if self._dialect is not None and self._dialect.side_channel and error.own_status >= 500:
                 error = await explain.why(engine, self.prefill, self.transfer_id, error)
             metrics.pd_decode_errors.labels(engine.url, error.code).inc()
+            self._judge(error)
             raise error from None
 
     async def _stream_head(self, response: Response) -> Answer:
@@ -325,6 +370,8 @@ class Exchange:
     def _token_seen(self) -> None:
         if not self.landed:
             self.landed = True
+            since = max(self._asked_at, self._prefilled_at)
+            self._legs["decode"].settle("worked", time.monotonic() - since if self._plan.stream else None)
             self.note("first_token")
 
     def saw(self, watcher: Watcher, chunk: bytes) -> bool:

@@ -64,7 +64,7 @@ async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, e
     source = f" from prefill engine {prefill.url}" if prefill is not None else ""
     message = f"decode engine {decode.url} did not get its KV{source}: {verdict.reason}"
     cause = cause_of(verdict.code)(message)
-    return LegFailed(message, side="decode", peer=decode.url, cause=cause)
+    return LegFailed(message, side="decode", peer=decode.url, cause=cause, verdict=verdict.code)
 
 
 async def abandon(prefill: Engine, transfer_id: TransferId, reason: str) -> str:

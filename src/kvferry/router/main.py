@@ -19,8 +19,11 @@ from kvferry.listener import bind, not_listening, runner, url_of
 from kvferry.router import logs
 from kvferry.router.admin import Admin
 from kvferry.router.app import GENERATE, ROUTER, build_app
+from kvferry.router.breaker import BreakerSettings
 from kvferry.router.config import Connector, Mode, RouterConfig
+from kvferry.router.discovery import DISCOVER
 from kvferry.router.guard_arguments import add_guarding, guarding_of
+from kvferry.router.outliers import OutlierSettings
 from kvferry.router.pool import Pool
 from kvferry.router.server import Server
 from kvferry.router.spec import parse_spec
@@ -85,6 +88,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
     add_guarding(parser)
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=default["retries"],
+        metavar="N",
+        help="further tries, on other engines, of a request that failed before its first byte (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--discover",
+        action="append",
+        default=[],
+        metavar="[ROLE=]SOURCE",
+        help=f"engines that come and go: {DISCOVER}; can be repeated",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=default["drain_timeout_s"],
+        metavar="S",
+        help="an engine that is to go is waited for this long (default: %(default)s)",
+    )
+    add_breaker(parser)
+
+
+def add_breaker(parser: argparse.ArgumentParser) -> None:
+    default = BreakerSettings()
+    parser.add_argument(
+        "--breaker-failures",
+        type=int,
+        default=default.failures,
+        metavar="N",
+        help="so many failures in a row open an engine's circuit; 0: never (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--breaker-open",
+        type=float,
+        default=default.open_s,
+        metavar="S",
+        help="an open circuit lets one request try after this long (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-outlier-ejection", action="store_true", help="keep engines that do far worse than others of their role"
+    )
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
@@ -104,6 +150,11 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         max_body_bytes=args.max_body_mib * 1024 * 1024,
         allow_local_prefill=args.allow_local_prefill,
         **guarding_of(args),
+        retries=args.retries,
+        discover=tuple(args.discover),
+        drain_timeout_s=args.drain_timeout,
+        breaker=BreakerSettings(failures=args.breaker_failures, open_s=args.breaker_open),
+        outliers=OutlierSettings(enabled=not args.no_outlier_ejection),
     )
     config.check()
     return config

@@ -10,17 +10,22 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from kvferry.auth import AuthKey, load_key
 from kvferry.errors import CompatError, KeyRefused, KVFerryError, PeerUnreachable
+from kvferry.observe.metrics import RouterMetrics
 from kvferry.protocol.messages import Description
+from kvferry.router.breaker import BreakerSettings
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
+from kvferry.router.outliers import Outliers, OutlierSettings
 from kvferry.router.policy import Snapshot, known_models, round_robin
 from kvferry.router.replies import Refusal
 from kvferry.router.spec import DEFAULT_SIDE_CHANNEL_PORT, EngineSpec
+from kvferry.router.standing import Leg, Standing
 from kvferry.router.upstream import Upstream
 from kvferry.transfer import inquiry
 
@@ -29,13 +34,29 @@ log = logging.getLogger("kvferry.router")
 Role = Literal["prefill", "decode"]
 PROBE_TIMEOUT_S = 2.0
 UNREADY_INTERVAL_S = 0.25
-_CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
+JUDGE_INTERVAL_S = 1.0
+CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
 
 
 class Engine:
-    """One engine. Changed by its probe task, and by `suspect`. `key`: of its side channel."""
+    """One engine. Changed by its probe task, and by `suspect`. `key`: of its side channel. `source`: who named it."""
 
-    def __init__(self, spec: EngineSpec, role: Role, key: AuthKey | None = None) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        role: Role,
+        key: AuthKey | None = None,
+        standing: Standing | None = None,
+        source: str = "command line",
+    ) -> None:
+        self.standing = standing or Standing(BreakerSettings(), OutlierSettings())
+        self.source = source
+        self.draining = False
+        """Takes no new request; what runs there runs on."""
+        self.leaving = False
+        """And goes when the last has ended."""
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.spec = spec
         self.key = key
         self.role: Role = role
@@ -58,46 +79,131 @@ class Engine:
         about = self.description if self.ready else None
         return None if about is None else (about.open_transfers, about.backlog_bytes)
 
+    @property
+    def takes(self) -> bool:
+        """A new request may be sent there."""
+        return self.ready and not self.draining and self.standing.allows
+
+    @property
+    def why_not(self) -> str:
+        """Empty if it may."""
+        return self.reason or ("it is draining" if self.draining else self.standing.why_not)
+
+    def begin(self) -> Leg:
+        """A request goes there; it is in flight until `end`."""
+        self.in_flight += 1
+        self.idle.clear()
+        return self.standing.begin()
+
+    def end(self, leg: Leg) -> None:
+        leg.end()
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.idle.set()
+
     def snapshot(self) -> Snapshot:
         models = None if self.models is None else frozenset(self.models)
-        return Snapshot(url=self.url, ready=self.ready, models=models, in_flight=self.in_flight)
+        return Snapshot(url=self.url, ready=self.takes, models=models, in_flight=self.in_flight)
 
 
 class Pool:
     """Raises `ConfigError` for a key that can't be read."""
 
-    def __init__(self, config: RouterConfig, dialect: Dialect | None, upstream: Upstream) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        dialect: Dialect | None,
+        upstream: Upstream,
+        metrics: RouterMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._metrics = metrics or RouterMetrics()
+        self._clock = clock
+        self.outliers: dict[Role, Outliers] = {
+            "prefill": Outliers(config.outliers),
+            "decode": Outliers(config.outliers),
+        }
+        self._judged_at: dict[Role, float] = {}
         self._dialect = dialect
         self._upstream = upstream
         prefill = () if config.colocated else config.prefill
-        key = load_key(config.auth_key_file) if dialect is not None and dialect.side_channel else None
+        self._key = load_key(config.auth_key_file) if dialect is not None and dialect.side_channel else None
         self.engines: dict[Role, list[Engine]] = {
-            "prefill": [Engine(spec, "prefill", key) for spec in prefill],
-            "decode": [Engine(spec, "decode", key) for spec in config.decode],
+            "prefill": [self.make(spec, "prefill") for spec in prefill],
+            "decode": [self.make(spec, "decode") for spec in config.decode],
         }
         self._turns: dict[Role, int] = {"prefill": 0, "decode": 0}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._started = False
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     def start(self) -> None:
+        self._started = True
         for engine in self.all():
-            self._tasks.append(asyncio.create_task(self._watch(engine), name=f"probe {engine.url}"))
+            self._attend(engine)
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks.values(), *self._ending]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- members; `membership.py` says who comes and goes
+
+    def make(self, spec: EngineSpec, role: Role, source: str = "command line") -> Engine:
+        config = self._config
+        standing = Standing(config.breaker, config.outliers, self._clock, lambda: self._judge(role))
+        return Engine(spec, role, self._key, standing, source)
+
+    def enter(self, engine: Engine) -> None:
+        self.engines[engine.role].append(engine)
+        if self._started:
+            self._attend(engine)
+        self._changed.set()
+
+    def leave(self, engine: Engine) -> None:
+        self.engines[engine.role].remove(engine)
+        self.outliers[engine.role].forget(engine.url)
+        task = self._tasks.pop(engine, None)
+        if task is not None:
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            task.cancel()
+        self._changed.set()
+
+    def _attend(self, engine: Engine) -> None:
+        self._tasks[engine] = asyncio.create_task(self._watch(engine), name=f"probe {engine.url}")
+
+    def _judge(self, role: Role) -> None:
+        """Requests have had news of some engine: whether one does far worse than the others, once a second."""
+        now = self._clock()
+        if now - self._judged_at.get(role, -JUDGE_INTERVAL_S) < JUDGE_INTERVAL_S:
+            return
+        self._judged_at[role] = now
+        samples = {engine.url: engine.standing.sample() for engine in self.engines[role] if engine.takes}
+        for url, reason in self.outliers[role].judge(now, samples).items():
+            log.warning("%s engine %s is left out for %.0f s: %s", role, url, self.ejected_for(role, url), reason)
+            self._metrics.ejections.labels(role, url).inc()
+
+    def ejected_for(self, role: Role, url: str) -> float:
+        """Seconds that it is left out for yet, for doing worse than the others; 0: it isn't."""
+        return self.outliers[role].ejected_for(url, self._clock())
 
     def all(self) -> list[Engine]:
         return [*self.engines["prefill"], *self.engines["decode"]]
+
+    @property
+    def has_side_channel(self) -> bool:
+        return self._dialect is not None and self._dialect.side_channel
 
     @property
     def roles(self) -> tuple[Role, ...]:
         return ("decode",) if self._dialect is None else ("prefill", "decode")
 
     def missing(self) -> list[Role]:
-        return [role for role in self.roles if not any(engine.ready for engine in self.engines[role])]
+        return [role for role in self.roles if not any(engine.takes for engine in self.engines[role])]
 
     async def until_ready(self) -> None:
         """Returns when every role has a ready engine."""
@@ -118,13 +224,18 @@ class Pool:
             said = "; ".join(no_engine(role, self.engines[role]).message for role in missing)
             raise Refusal(503, f"no_{missing[0]}_engine", said)
 
-    def pick(self, role: Role, model: str | None) -> Engine:
-        """Raises `Refusal` 503 naming the role and what each of its engines said."""
+    def pick(self, role: Role, model: str | None, *, avoid: frozenset[str] = frozenset()) -> Engine:
+        """Raises `Refusal` 503 naming the role and what each of its engines said. `avoid`: urls that are taken only if
+        no other can be; so are those that are left out for doing worse."""
         engines = self.engines[role]
-        chosen = round_robin([engine.snapshot() for engine in engines], self._turns[role], model)
+        well = [engine for engine in engines if not self.ejected_for(role, engine.url)]
+        chosen = None
+        for group in ([engine for engine in well if engine.url not in avoid], well, engines):
+            chosen = chosen or round_robin([engine.snapshot() for engine in group], self._turns[role], model)
         if chosen is None:
             raise no_engine(role, engines)
-        self._turns[role] += 1
+        if not avoid:  # a second try takes nobody's turn, or of two engines one would always be first
+            self._turns[role] += 1
         return next(engine for engine in engines if engine.url == chosen.url)
 
     def known(self, model: str | None) -> str | None:
@@ -183,8 +294,11 @@ class Pool:
     async def _watch(self, engine: Engine) -> None:
         while True:
             engine.kick.clear()
+            life = engine.description.life if engine.description is not None else None
             try:
                 await self._probe(engine)
+                if not engine.ready or (engine.description is not None and engine.description.life != life):
+                    engine.standing.renewed()
                 self._set(engine, "", "ready")
             except KVFerryError as error:
                 engine.described_at = -float("inf")
@@ -215,7 +329,7 @@ class Pool:
     async def _describe(self, engine: Engine) -> Description:
         spec = engine.spec
         about = await inquiry.describe(spec.side_host, spec.side_port, PROBE_TIMEOUT_S, engine.key)
-        if _CANNOT[engine.role] in about.role:
+        if CANNOT[engine.role] in about.role:
             raise CompatError(
                 f"{engine.role} engine {engine.url} runs KVFerryConnector as {about.role}",
                 hint="swap --prefill and --decode, or start it with the other kv_role",
@@ -258,5 +372,5 @@ def _expect(engine: Engine, route: str, status: int) -> None:
 
 
 def no_engine(role: Role, engines: list[Engine]) -> Refusal:
-    said = ", ".join(f"{engine.url}: {engine.reason or 'does not serve this model'}" for engine in engines)
-    return Refusal(503, f"no_{role}_engine", f"no {role} engine is ready: {said}")
+    said = ", ".join(f"{engine.url}: {engine.why_not or 'does not serve this model'}" for engine in engines)
+    return Refusal(503, f"no_{role}_engine", f"no {role} engine is ready: {said or 'none is known'}")

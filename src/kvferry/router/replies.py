@@ -25,7 +25,8 @@ class Refusal(KVFerryError):
 
 
 class LegFailed(EngineError):
-    """One leg ended without its answer. With `status` and `body`: the engine's own error, to be passed on as it is."""
+    """One leg ended without its answer. With `status` and `body`: the engine's own error, to be passed on as it is.
+    `verdict`: how the transfer ended, in the words of D's side channel; "" where it wasn't asked or had none."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class LegFailed(EngineError):
         body: bytes = b"",
         content_type: str = "application/json",
         cause: KVFerryError | None = None,
+        verdict: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
         self.side = side
@@ -45,6 +47,7 @@ class LegFailed(EngineError):
         self.own_status = status
         self.body = body
         self.content_type = content_type
+        self.verdict = verdict
         if cause is not None:
             self.http_status = cause.http_status
             self.code = cause.code

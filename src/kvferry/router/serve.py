@@ -7,16 +7,17 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
 from kvferry.router import edits, fanin, merge, openai, passage, record, traceparent, usage, wire
+from kvferry.router.attempts import open_part
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.echo import Echo
-from kvferry.router.openai import Plan, Route
+from kvferry.router.openai import Body, Plan, Route
 from kvferry.router.pace import Tokens, tokens_told
 from kvferry.router.pool import Engine
 from kvferry.router.recent import clipped
@@ -45,6 +46,7 @@ class Generation:
         limit = services.config.request_timeout_s
         self._deadline = asyncio.get_running_loop().time() + limit if limit else None
         self._exchanges: list[Exchange] = []
+        self._pairs: list[Callable[[frozenset[str]], Exchange]] = []
         self._reply_headers: dict[str, str] = {}
         self._asked: Plan | None = None
         self._error: KVFerryError | None = None
@@ -80,6 +82,7 @@ class Generation:
             failure = str(cut_by) if cut_by is not None else ""
             if cut_by is not None:
                 self._count(cut_by)
+                self._exchanges[0].broke(cut_by)
                 self._services.metrics.pd_stream_errors.labels(self._exchanges[0].decode.url).inc()
             return response
         except TimeoutError:
@@ -127,29 +130,45 @@ class Generation:
             headers.setdefault(
                 "X-Request-Id", uuid.uuid4().hex
             )  # the parts' replies carry one id, as one engine's would
-        for part in plan.parts:
-            decode = functools.partial(pool.pick, "prefill" if plan.alone else "decode", model)
-            prefill: Engine | None = None
-            if self._services.dialect is not None and not plan.alone:
-                try:
-                    prefill = pool.pick("prefill", model)
-                except Refusal as refusal:
-                    if not config.allow_local_prefill:
-                        raise
-                    log.warning("a decode engine computes a prompt itself: %s", refusal)
-                    self._services.metrics.local_prefills.inc()
-            self._exchanges.append(Exchange(self._services, plan, part, headers, decode, prefill))
-            self._made += 1
-        self._reply_headers["x-kvferry-transfer-id"] = self.transfer_ids
+        self._pairs = [functools.partial(self._pair, plan, part, model, headers) for part in plan.parts]
+        for pair in self._pairs:
+            self._exchanges.append(pair(frozenset()))
         if "X-Request-Id" in self._request.headers:
             self._reply_headers["X-Request-Id"] = self._request.headers["X-Request-Id"]
-        for exchange in self._exchanges:
-            exchange.note("received", t=self._received, request_id=self._request.headers.get("X-Request-Id", ""))
+
+    def _pair(
+        self, plan: Plan, part: Body, model: str | None, headers: Mapping[str, str], avoid: frozenset[str]
+    ) -> Exchange:
+        """Choose the engines of one try of one part. Raises `Refusal`."""
+        pool = self._services.pool
+        decode = functools.partial(pool.pick, "prefill" if plan.alone else "decode", model, avoid=avoid)
+        prefill: Engine | None = None
+        if self._services.dialect is not None and not plan.alone:
+            try:
+                prefill = pool.pick("prefill", model, avoid=avoid)
+            except Refusal as refusal:
+                if not self._services.config.allow_local_prefill:
+                    raise
+                log.warning("a decode engine computes a prompt itself: %s", refusal)
+                self._services.metrics.local_prefills.inc()
+        exchange = Exchange(self._services, plan, part, headers, decode, prefill)
+        self._made += 1
+        exchange.note("received", t=self._received, request_id=self._request.headers.get("X-Request-Id", ""))
+        return exchange
 
     async def _open(self) -> Sequence[Answer]:
-        if len(self._exchanges) == 1:
-            return [await self._exchanges[0].open()]
-        tasks = [asyncio.create_task(exchange.open()) for exchange in self._exchanges]
+        try:
+            return await self._answers()
+        finally:
+            self._reply_headers["x-kvferry-transfer-id"] = self.transfer_ids
+
+    async def _answers(self) -> Sequence[Answer]:
+        if len(self._pairs) == 1:
+            return [await open_part(self._services, self._exchanges, 0, self._pairs[0])]
+        tasks = [
+            asyncio.create_task(open_part(self._services, self._exchanges, index, pair))
+            for index, pair in enumerate(self._pairs)
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:

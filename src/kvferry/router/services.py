@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from kvferry.observe.metrics import RouterMetrics
+from kvferry.router.budget import RetryBudget
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
+from kvferry.router.membership import Membership
 from kvferry.router.pool import Pool
 from kvferry.router.seen import Seen
 from kvferry.router.upstream import Upstream
@@ -22,8 +24,10 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     config: RouterConfig
     dialect: Dialect | None
     pool: Pool
+    members: Membership
     upstream: Upstream
     story: Story
     metrics: RouterMetrics
     seen: Seen
+    retry_budget: RetryBudget
     spawn: Callable[[Coroutine[Any, Any, None]], object]

@@ -432,9 +432,11 @@ class TransferCore:
         return self._run(self._landings.landed(message.reg_id, self._clock()))
 
     def _abandon(self, key: str, question: wire.Abandon) -> None:
-        known = self._rendezvous.is_open(question.transfer_id)
-        self._run(self._rendezvous.abort(question.transfer_id, "abandoned", question.reason, self._clock()))
-        self._channel.send(key, codec.encode(wire.Abandoned(transfer_id=question.transfer_id, known=known)))
+        what, why, now = question.transfer_id, question.reason, self._clock()
+        known = self._rendezvous.is_open(what) or self._landings.is_open(what)
+        self._run(self._rendezvous.abort(what, "abandoned", why, now))
+        self._run(self._landings.abandon(what, why, now))
+        self._channel.send(key, codec.encode(wire.Abandoned(transfer_id=what, known=known)))
 
     def _say(self, messages: Iterable[tuple[str, wire.Message]]) -> None:
         for key, message in messages:

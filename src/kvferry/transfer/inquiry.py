@@ -111,7 +111,7 @@ async def describe(host: str, port: int, timeout_s: float = 2.0, key: AuthKey | 
 async def abandon(
     host: str, port: int, transfer_id: TransferId, reason: str, timeout_s: float = 2.0, key: AuthKey | None = None
 ) -> bool:
-    """Tell P that nobody will take this transfer; True if P held anything. Raises `PeerUnreachable`."""
+    """Tell a rank that nobody will take this transfer; True if it held anything. Raises `PeerUnreachable`."""
     reply = await _ask(
         host, port, Abandon(transfer_id=transfer_id, reason=reason[:MOST_REASON]), Abandoned, timeout_s, key
     )

@@ -363,7 +363,8 @@ async def serving(
     spec: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Pair]:
-    """A started pair. Engines that are not started yet (port 0) are started here; all are stopped at the end."""
+    """A started pair; retries are off if not told. Those of its engines that are not started yet (port 0) are started
+    here; all are stopped at the end."""
     prefills = [Engine("prefill")] if prefill is None else prefill
     decodes = [Engine("decode")] if decode is None else decode
     engines = [*prefills, *decodes]
@@ -377,7 +378,7 @@ async def serving(
             port=config.pop("port", 0),
             prefill=tuple(engine.spec(**(spec or {})) for engine in prefills),
             decode=tuple(engine.spec() for engine in decodes),
-            **config,
+            **{"retries": 0, **config},
         )
         running = await stack.enter_async_context(Running(settings))
         if ready:

@@ -15,11 +15,10 @@ from scripted import CHAT, COMPLETIONS, MODEL, Call, Pair, after, decode_ok, err
 from test_router_process import router
 
 from kvferry.errors import ConfigError
-from kvferry.router import admin, openai
+from kvferry.router import openai
 from kvferry.router.app import ROUTER
 from kvferry.router.config import RouterConfig
 from kvferry.router.main import Running
-from kvferry.router.services import Services
 from kvferry.router.spec import parse_spec
 
 BODY = {"model": MODEL, "prompt": "hi"}
@@ -130,41 +129,30 @@ def test_a_key_file_that_cannot_be_used(text: str | None, mode: int, said: str, 
 # -- the admin listener
 
 
-@pytest.fixture
-def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A route as `operations.add_routes` adds its own."""
-    drained: list[str] = []
-
-    def add_routes(app: web.Application, services: Services) -> None:
-        async def drain(request: web.Request) -> web.Response:
-            drained.append((await request.json())["url"])
-            return web.json_response({"engines": len(services.pool.all())})
-
-        app.router.add_post("/admin/drain", drain)
-
-    monkeypatch.setattr(admin, "OPERATIONS", (*admin.OPERATIONS, add_routes))
-    return drained
-
-
-async def test_the_admin_listener_and_its_key(operations: list[str], tmp_path: Path) -> None:
+async def test_the_admin_listener_and_its_key(tmp_path: Path) -> None:
     path = key_file(tmp_path, ADMIN)
     async with serving(admin_port=0, admin_key_file=path) as pair:
+        drain = {"url": pair.p.url, "timeout_s": 0}
         url, session, bearer = pair.running.admin_url, pair.session, {"Authorization": f"Bearer {ADMIN}"}
         assert url.startswith("http://127.0.0.1:") and url != pair.url
         for method, route in (("GET", "/dashboard/data"), ("GET", "/metrics"), ("POST", "/admin/drain"), ("GET", "/x")):
             for headers in ({}, {"Authorization": "Bearer wrong"}):
-                async with session.request(method, url + route, headers=headers, json={"url": "u"}) as response:
+                async with session.request(method, url + route, headers=headers, json=drain) as response:
                     assert response.status == 401, route
                     assert error_of(await response.read())["code"] == "invalid_api_key"
-        assert operations == []
+        (engine,) = pair.running.pool.engines["prefill"]
+        assert not engine.draining
         for route in ("/health", "/dashboard"):
             async with session.get(url + route) as response:
                 assert response.status == 200, route
         for route in ("/dashboard/data", "/metrics"):
             async with session.get(url + route, headers=bearer) as response:
                 assert response.status == 200, route
-        async with session.post(url + "/admin/drain", json={"url": pair.p.url}, headers=bearer) as response:
-            assert await response.json() == {"engines": 2} and operations == [pair.p.url]
+        async with session.post(url + "/admin/drain", json=drain, headers=bearer) as response:
+            assert (await response.json())["engine"]["draining"] and engine.draining
+        async with session.get(url + "/dashboard/data", headers=bearer) as response:
+            (shown,) = [one for one in (await response.json())["engines"] if one["role"] == "prefill"]
+            assert not shown["takes"] and shown["reason"]
         async with session.get(f"{url}/dashboard/data?key={ADMIN}") as response:
             assert response.status == 401, "never a key in a URL"
         for route in ("/dashboard", "/dashboard/data", "/admin/drain"):
@@ -172,16 +160,17 @@ async def test_the_admin_listener_and_its_key(operations: list[str], tmp_path: P
                 assert response.status == 404, "the clients' listener has none of it"
 
 
-async def test_without_a_key_it_is_for_this_machine(operations: list[str]) -> None:
+async def test_without_a_key_it_is_for_this_machine() -> None:
     async with serving(admin_port=0) as pair:
+        drain, (engine,) = {"url": pair.p.url, "timeout_s": 0}, pair.running.pool.engines["prefill"]
         url, session = pair.running.admin_url + "/admin/drain", pair.session
         for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}):
-            async with session.post(url, json={"url": "u"}, headers=headers) as response:
+            async with session.post(url, json=drain, headers=headers) as response:
                 assert response.status == 403
-        assert operations == []
+        assert not engine.draining
         same = {"Origin": pair.running.admin_url}
-        async with session.post(url, json={"url": "u"}, headers=same) as response:
-            assert response.status == 200 and operations == ["u"]
+        async with session.post(url, json=drain, headers=same) as response:
+            assert response.status == 200 and engine.draining
 
 
 @pytest.mark.parametrize(

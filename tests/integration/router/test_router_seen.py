@@ -15,6 +15,7 @@ from scripted import (
     DONE,
     MODEL,
     Call,
+    Engine,
     Pair,
     begin_stream,
     decode_ok,
@@ -122,6 +123,20 @@ async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
         assert failed["status"] == 502 and failed["error"] == "engine_error" and failed["side"] == "decode"
         assert pair.d.url in failed["reason"] and failed["request_id"] == "my id"
         assert 'request_id="my id"' in lines[1].getMessage()
+
+
+async def test_a_retry_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvferry.router.requests")
+    bad, good = Engine("decode"), Engine("decode")
+    bad.script = refuse(503, {"error": {"message": "full", "code": 503}})
+    async with serving(decode=[bad, good], retries=2) as pair:
+        async with asyncio.timeout(5):
+            while not all(engine.ready for engine in pair.running.pool.all()):
+                await pair.running.pool.change()
+        for _ in range(2):
+            assert (await pair.complete())[0] == 200
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.router.requests"]
+    assert sorted("retries=1" in line for line in lines) == [False, True] and good.url in lines[0]
 
 
 async def test_a_model_name_forges_no_field(caplog: pytest.LogCaptureFixture) -> None:

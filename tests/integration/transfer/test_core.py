@@ -116,6 +116,22 @@ def test_describe_why_and_abandon(house):
     house.settled()
 
 
+def test_a_decode_rank_abandons_too(house):
+    p, d = pair(house)
+    expect(p)
+    land(d)
+    house.run()
+    assert ask(house, d, wire.Abandon(transfer_id="t", reason="another router's word")).known
+    house.run()
+    verdict = ask(house, d, wire.Why(transfer_id="t"))
+    assert (verdict.state, verdict.code, verdict.reason) == ("failed", "abandoned", "another router's word")
+    assert not ask(house, d, wire.Abandon(transfer_id="t", reason="again")).known
+    ready(p)
+    house.run()
+    assert [r.code for r in d.results if isinstance(r, cmd.Received)] == ["abandoned"] and len(p.results) == 1
+    house.settled()
+
+
 @pytest.mark.parametrize(
     "message",
     [
