@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from scripted import SOON, Engine, serving
+from test_router_process import router
 
 from kvferry.errors import ConfigError
 from kvferry.router.config import RouterConfig
@@ -101,6 +102,21 @@ async def test_clients_speak_tls(authority: Authority, stranger: Authority) -> N
             await pair.session.get(pair.url + "/health", ssl=client(stranger))
         with pytest.raises(aiohttp.ClientError):
             await pair.session.get(pair.url.replace("https", "http") + "/health")
+
+
+async def test_the_command_serves_it(authority: Authority) -> None:
+    """On the event loop that it really runs on; both servers behind the one port."""
+    arguments = ("--port", "0", "--decode", "127.0.0.1:9", "--mode", "colocated", "--ssl-certfile", authority.pem("r"))
+    async with router(*arguments) as process, aiohttp.ClientSession() as session:
+        assert process.stdout is not None
+        async with asyncio.timeout(20):
+            url = (await process.stdout.readline()).decode().split()[1]
+        assert url.startswith("https://")
+        for _ in range(2):
+            async with session.get(url + "/health", ssl=client(authority)) as response:
+                assert response.status == 503 and (await response.json())["missing"] == ["decode"]
+            async with session.post(url + "/v1/completions", json={"prompt": "x"}, ssl=client(authority)) as response:
+                assert response.status == 503 and b"no_decode_engine" in await response.read()
 
 
 async def test_clients_show_certificates(authority: Authority, stranger: Authority) -> None:
