@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 
 from aiohttp import web
 
@@ -37,9 +38,10 @@ def not_listening(host: str, port: int, error: OSError | OverflowError) -> Confi
     return ConfigError(f"cannot listen on {host} port {port}: {said}", hint="choose another with --port or --host")
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, tls: ssl.SSLContext | None = None) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def runner(app: web.Application, drain_s: float) -> web.AppRunner:

@@ -18,6 +18,25 @@ from typing import Any
 
 from kvferry.ids import TransferId
 
+# Label, the event that ends the step, the events that may begin it: the latest of those that came before the end.
+STEPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("dispatched", "dispatched", ("received",)),
+    ("queued", "queued", ("received", "dispatched")),
+    ("rewound", "rewound", ("queued",)),
+    ("prefill", "computed", ("queued", "rewound")),
+    ("prefill reply", "prefill_done", ("computed",)),
+    ("bound", "bound", ("dispatched", "prefill_done")),
+    ("allocated", "allocated", ("dispatched", "prefill_done", "bound")),
+    ("registered", "registered", ("dispatched", "prefill_done", "allocated")),
+    ("matched", "matched", ("registered", "computed")),
+    ("granted", "granted", ("matched",)),
+    ("posted", "posted", ("matched", "granted")),
+    ("chunks", "written", ("posted",)),
+    ("landed", "landed", ("posted", "computed")),
+    ("first token", "first_token", ("landed",)),
+    ("last token", "last_token", ("first_token",)),
+)
+
 
 def story_side(kv_role: str) -> str:
     """The side under which an engine of this role tells: 'prefill', 'decode' or 'both'."""

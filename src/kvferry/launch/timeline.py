@@ -11,29 +11,11 @@ from kvferry.errors import ConfigError
 from kvferry.launch.chunks import FIXED, gathered, streamed
 from kvferry.launch.commands import add_state_dir
 from kvferry.launch.state import StateDir
-from kvferry.story import read_story
+from kvferry.story import STEPS, read_story
 
 _LAST = {"written", "rewound"}
 """Events of a stream that happen several times, and whose last time counts."""
 
-# Label, the event that ends the step, the events that may begin it: the latest of those that came before the end.
-STEPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("dispatched", "dispatched", ("received",)),
-    ("queued", "queued", ("received", "dispatched")),
-    ("rewound", "rewound", ("queued",)),
-    ("prefill", "computed", ("queued", "rewound")),
-    ("prefill reply", "prefill_done", ("computed",)),
-    ("bound", "bound", ("dispatched", "prefill_done")),
-    ("allocated", "allocated", ("dispatched", "prefill_done", "bound")),
-    ("registered", "registered", ("dispatched", "prefill_done", "allocated")),
-    ("matched", "matched", ("registered", "computed")),
-    ("granted", "granted", ("matched",)),
-    ("posted", "posted", ("matched", "granted")),
-    ("chunks", "written", ("posted",)),
-    ("landed", "landed", ("posted", "computed")),
-    ("first token", "first_token", ("landed",)),
-    ("last token", "last_token", ("first_token",)),
-)
 PULL_LABELS = tuple(step[0] for step in STEPS)
 """Every label that there is; a pull needs them all but for those of streams."""
 _OF_STREAMS = {"rewound", "bound", "chunks"}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvferry.observe.served import ServedMetrics
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _P = "kvferry_router_"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -35,6 +37,7 @@ class RouterMetrics:
         self.pd_duration = self._histogram("pd_request_duration_seconds", "Dispatch to last byte.", "mode")
         self.pd_prefill_duration = self._histogram("pd_prefill_duration_seconds", "The prefill leg.", "mode")
         self.abandons = self._counter("pd_abandons", "Transfers that P was told to let go.", "outcome")
+        self.served = ServedMetrics(self.registry)
         self.local_prefills = self._counter("local_prefills", "Requests that D computed without a prefill engine.")
         self.slo_decisions = self._counter("slo_decisions", "Requests by what the TTFT objective had done.", "action")
         self.flow_queue = self._gauge("flow_control_queue_size", "Requests that wait for the TTFT objective.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -19,16 +19,22 @@ from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
 from kvferry.router import edits, openai, passage
 from kvferry.router.budget import RetryBudget
 from kvferry.router.config import RouterConfig
+from kvferry.router.dashboard import Dashboard
 from kvferry.router.dialect import dialect_of
 from kvferry.router.discovery import followers
+from kvferry.router.guard import Guard
 from kvferry.router.membership import Membership, show
 from kvferry.router.openai import Route
 from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
+from kvferry.router.seen import Seen
 from kvferry.router.selection import Selection
-from kvferry.router.serve import Generation
+from kvferry.router.serve import CLIENT_LEFT, Generation
 from kvferry.router.server import Request, Stream
 from kvferry.router.services import Services
+from kvferry.router.tls import engine_context
+from kvferry.router.told import Told
+from kvferry.router.tracing import tracing_to
 from kvferry.router.upstream import Upstream
 from kvferry.story import Story
 
@@ -39,7 +45,6 @@ GENERATE: dict[str, Route] = {route: route for route in openai.ROUTES}
 """The routes that `server.Server` takes; all others are aiohttp's."""
 SHUTDOWN_S = 3.0
 """Abandoned transfers are told to P for this long after the last request."""
-CLIENT_LEFT = 499
 OWN = {"/v1/models": ("GET",), "/health": ("GET",), "/metrics": ("GET",)}
 """Answered by the router itself."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,6 +61,8 @@ def build_app(config: RouterConfig) -> web.Application:
     app.router.add_get("/health", router.health)
     app.router.add_route("*", "/ping", router.ping)
     app.router.add_get("/metrics", router.metrics)
+    if config.shows_dashboard:
+        Dashboard(router.services).add_routes(app)
     app.router.add_route("*", "/{tail:.*}", router.other)
     app.cleanup_ctx.append(router.life)
     return app
@@ -63,8 +70,10 @@ def build_app(config: RouterConfig) -> web.Application:
 
 class Router:
     def __init__(self, config: RouterConfig) -> None:
-        dialect, upstream = dialect_of(config), Upstream(config.connect_timeout_s)
-        metrics = RouterMetrics()
+        dialect, upstream = dialect_of(config), Upstream(config.connect_timeout_s, engine_context(config))
+        metrics, story = RouterMetrics(), Story(config.story_dir or None, "router")
+        told = Told(config.story_dir) if config.story_dir else None
+        self._guard = Guard(config)
         pool = Pool(config, dialect, upstream, metrics)
         self.services = Services(
             config=config,
@@ -73,8 +82,9 @@ class Router:
             selection=Selection(config, pool, metrics),
             members=Membership(config, pool),
             upstream=upstream,
-            story=Story(config.story_dir or None, "router"),
+            story=story,
             metrics=metrics,
+            seen=Seen(metrics, told, tracing_to(config.otlp_traces_endpoint)),
             retry_budget=RetryBudget(config.retry),
             spawn=self._spawn,
         )
@@ -97,6 +107,8 @@ class Router:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self.services.upstream.close()
+        if self.services.seen.tracing is not None:
+            await self.services.seen.tracing.close()
         self.services.story.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -108,6 +120,7 @@ class Router:
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Whatever fails before or outside a generation becomes one typed reply."""
         try:
+            self._guard.check(request.path, request.headers)
             return await handler(request)
         except KVFerryError as error:
             refusal = error
@@ -118,6 +131,14 @@ class Router:
             refusal = Refusal(error.status, "http_error", error.reason)
         self.services.metrics.errors.labels(_label(request), refusal.code, "router").inc()
         return error_response(refusal)
+
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raises `Refusal` for what shall not be read."""
+        try:
+            self._guard.check(path, headers)
+        except Refusal as refusal:
+            self.services.metrics.errors.labels(path, refusal.code, "router").inc()
+            raise
 
     async def generate(self, request: Request) -> None:
         """Answers it. Only the client's leaving comes out as an exception."""
@@ -175,6 +196,7 @@ class Router:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         metrics = self.services.metrics
+        await self.services.seen.fold(self._mode)
         metrics.running.set(self._running)
         engines = self.services.pool.all()
         for engine in engines:

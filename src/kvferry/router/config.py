@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError
 from kvferry.router.breaker import BreakerSettings
 from kvferry.router.budget import RetrySettings
@@ -38,6 +39,23 @@ def check_bind(bind: str, where: str, streams: bool) -> None:
     """Raises `ConfigError` if that can't be. `where`: the mode or connector, in words; `streams`: it is `stream`."""
     if bind_percent(bind) and not streams:
         raise ConfigError(f"--bind: {bind!r} with {where}", hint="only --mode stream can bind later than early")
+
+
+def check_guarding(config: RouterConfig) -> None:
+    """Raises `ConfigError` for what would be less guarded than it looks."""
+    if config.ssl_keyfile and not config.ssl_certfile:
+        raise ConfigError("--ssl-keyfile without --ssl-certfile", hint="give both, or neither for plain HTTP")
+    if config.ssl_ca_certs and not config.ssl_certfile:
+        raise ConfigError("--ssl-ca-certs without --ssl-certfile", hint="clients show certificates over TLS only")
+    if config.max_requests < 1:
+        raise ConfigError(f"--max-requests {config.max_requests}", hint="expected 1 or more")
+    if config.admin_key_file and config.admin_port is None:
+        raise ConfigError("--admin-key-file without --admin-port", hint="--admin-port PORT, or 0 for a free one")
+    if config.admin_port is not None and not config.admin_key_file and not is_loopback(config.admin_host):
+        raise ConfigError(
+            f"--admin-host: {config.admin_host!r} can be reached from other machines, and there is no key",
+            hint="set --admin-key-file, or leave --admin-host at 127.0.0.1",
+        )
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,6 +91,20 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     P's KV has landed, or because D needed none of it."""
     allow_local_prefill: bool = False
     """With no prefill engine ready, let D compute the prompt itself (counted, and warned about)."""
+    ssl_certfile: str = ""
+    """"" = plain HTTP. The three have vLLM's names; see `tls.py`."""
+    ssl_keyfile: str = ""
+    ssl_ca_certs: str = ""
+    engine_ca_certs: str = ""
+    client_key_file: str = ""
+    """Clients must send one of its keys; see `keys.py`."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    """Dashboard and operations; None = off, 0 = a free one."""
+    admin_key_file: str = ""
+    log_format: Literal["text", "json"] = "text"
+    otlp_traces_endpoint: str = ""
+    """Of an OpenTelemetry collector; "" = no spans."""
     retries: int = 2
     """Further tries of a request of which the client has no byte yet. One outlives an engine that died; the second, one
     more that went with it or was chosen before a probe saw it. More would only make an outage longer."""
@@ -118,6 +150,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return bool(looked_at) or self.disaggregate != "always" or self.ttft_slo_ms > 0
 
     @property
+    def shows_dashboard(self) -> bool:
+        """On the port of the clients: only where that is this machine alone, and nothing says otherwise."""
+        return self.admin_port is None and not self.client_key_file and is_loopback(self.host)
+
+    @property
     def bind_percent(self) -> int:
         """See the function of this name."""
         return bind_percent(self.bind)
@@ -133,6 +170,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def check(self) -> None:
         """Raises `ConfigError` for settings that contradict each other."""
         ours = self.connector == "kvferry"
+        check_guarding(self)
         check_bind(self.bind, f"mode {self.mode!r}" if ours else f"connector {self.connector!r}", self.streams)
         if self.retries < 0:
             raise ConfigError(f"--retries {self.retries}", hint="expected 0 (none) or more")

@@ -326,7 +326,9 @@ class Connections:
             if kept.pop(connection, 0) is None and connection.closing is not None:
                 connection.closing.cancel()
 
-        tls = (self._tls or ssl.create_default_context()) if secure else None
+        if secure and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if secure else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(lambda: Connection(idle, gone), host, port, ssl=tls)
@@ -346,7 +348,11 @@ class Connections:
 
 
 def _why(error: OSError) -> str:
-    """asyncio's own text repeats host and port, which the caller names."""
+    """asyncio's own text repeats host and port, which the caller names; TLS has numbers of its own."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS with it: {error.reason or error}"
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 

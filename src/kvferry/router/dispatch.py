@@ -10,6 +10,7 @@ it closes what is still open - which aborts that leg in its engine - and tells P
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -25,8 +26,10 @@ from kvferry.router.connection import Response
 from kvferry.router.dialect import Dialect, Params
 from kvferry.router.faults import is_of_transfer, verdict_on
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
+from kvferry.router.pace import Pace
 from kvferry.router.placement import Placement
 from kvferry.router.pool import Engine, Role
+from kvferry.router.record import Event
 from kvferry.router.replies import LegFailed, Refusal, recounted
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
@@ -78,12 +81,14 @@ class Exchange:
         self._plan = plan
         self._part = part
         self._dialect = services.dialect if prefill is not None else None
-        self._headers = forwarded(headers, services.config.api_key)
+        self._headers = forwarded(headers, services.config)
         if self._dialect is not None:
             self._headers.update(self._dialect.headers(self.transfer_id))
         self._tasks: list[asyncio.Task[Any]] = []
         self._responses: list[Response] = []
         self._prefill_ok = asyncio.Event()
+        self.events: list[Event] = []
+        self.pace = Pace(functools.partial(services.metrics.served.gaps, plan.model))
         self.landed = False
         """D made a token: it has its KV, and P holds nothing for it."""
         self._asked_at = self._prefilled_at = 0.0
@@ -118,8 +123,11 @@ class Exchange:
                 placed.release()
             raise
 
-    def note(self, event: str, **facts: Any) -> None:
-        self._services.story.note(self.transfer_id, event, **facts)
+    def note(self, event: str, *, t: float | None = None, **facts: Any) -> None:
+        """`t`: wall-clock seconds, now if absent."""
+        at = time.time() if t is None else t
+        self.events.append(Event(event, "router", at))
+        self._services.story.note(self.transfer_id, event, t=at, **facts)
 
     # -- the life of an exchange
 
@@ -130,7 +138,7 @@ class Exchange:
             self.note("dispatched", decode=self.decode.url, mode="colocated")
             return await self._start(self._decode_leg(None))
         self._services.metrics.pd_requests.labels(self._dialect.name).inc()
-        told = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
+        told: dict[str, Any] = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
         self.note("dispatched", prefill=self.prefill.url, mode=self._dialect.name, **told)
         prefill = self._start(self._prefill_leg(self._dialect, self.prefill))
         if not self.bound:
@@ -360,6 +368,7 @@ class Exchange:
         if watcher.first_is_error:
             raise explain.error_event(url, watcher.first_data or b"")
         if watcher.first_data is not None:
+            self.pace.begin(head)
             self._token_seen()
         return Answer(response=response, watcher=watcher, head=head)
 
@@ -402,6 +411,7 @@ class Exchange:
     def saw(self, watcher: Watcher, chunk: bytes) -> bool:
         """Feed what is relayed, about one token; True if this was the first one."""
         self._placed["decode"].grow(1)
+        self.pace.mark(chunk)
         if watcher.feed(chunk):
             self._token_seen()
             return True

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import logging
 import signal
-import sys
 from collections.abc import Callable
 from typing import get_args
 
@@ -15,18 +14,22 @@ import msgspec
 import uvloop
 
 from kvferry.auth import KEY_HELP
-from kvferry.errors import unknown_name
+from kvferry.errors import ConfigError, unknown_name
 from kvferry.listener import bind, not_listening, runner, url_of
+from kvferry.router import logs
+from kvferry.router.admin import Admin
 from kvferry.router.app import GENERATE, ROUTER, build_app
 from kvferry.router.breaker import BreakerSettings
 from kvferry.router.config import Connector, Mode, RouterConfig
 from kvferry.router.discovery import DISCOVER
+from kvferry.router.guard_arguments import add_guarding, guarding_of
 from kvferry.router.outliers import OutlierSettings
 from kvferry.router.pool import Pool
 from kvferry.router.selection import Selection
 from kvferry.router.selection_arguments import add_selection, selection_of
 from kvferry.router.server import Server
 from kvferry.router.spec import parse_spec
+from kvferry.router.tls import server_context
 
 SPEC = (
     "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N][,dp=N][,topology=LABEL][,kv_events=HOST:PORT]; "
@@ -91,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
     add_selection(parser)
     add_staying(parser)
+    add_guarding(parser)
 
 
 def add_staying(parser: argparse.ArgumentParser) -> None:
@@ -157,6 +161,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         api_key=args.api_key,
         max_body_bytes=args.max_body_mib * 1024 * 1024,
         allow_local_prefill=args.allow_local_prefill,
+        **guarding_of(args),
         retries=args.retries,
         discover=tuple(args.discover),
         drain_timeout_s=args.drain_timeout,
@@ -187,8 +192,10 @@ class Running:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self._tls = server_context(config)
         self._app = build_app(config)
         self._runner = runner(self._app, DRAIN_S)
+        self._admin = Admin(config, self._app[ROUTER]) if config.admin_port is not None else None
         self._server: Server
         self._listening: asyncio.Server
         self.url = ""
@@ -206,20 +213,38 @@ class Running:
         host, port = self._config.host, self._config.port
         listener = bind(host, port)
         try:
+            if self._admin is not None:
+                self._admin.bind()
             listener.listen(BACKLOG)
+        except ConfigError:
+            listener.close()
+            raise
         except OSError as error:
             listener.close()
+            if self._admin is not None:
+                self._admin.close()
             raise not_listening(host, port, error) from None
         await self._runner.setup()
         general = self._runner.server
         assert general is not None
-        handle = self._app[ROUTER].generate
-        self._server = Server(frozenset(GENERATE), handle, general, self._config.max_body_bytes)
-        self._listening = await asyncio.get_running_loop().create_server(self._server, sock=listener)
-        self.url = url_of(listener)
+        router = self._app[ROUTER]
+        most = self._config.max_body_bytes
+        self._server = Server(frozenset(GENERATE), router.generate, general, most, router.admit)
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._server, sock=listener, ssl=self._tls)
+        self.url = url_of(listener, self._tls)
+        if self._admin is not None:
+            await self._admin.start()
         return self
 
+    @property
+    def admin_url(self) -> str:
+        """ "" where there is no admin listener."""
+        return self._admin.url if self._admin is not None else ""
+
     async def __aexit__(self, *_: object) -> None:
+        if self._admin is not None:
+            await self._admin.stop()
         self._listening.close()
         await self._server.close(DRAIN_S)
         await self._runner.cleanup()
@@ -231,13 +256,15 @@ async def _serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with Running(config) as running:
         print(f"listening {running.url}", flush=True)
+        if running.admin_url:
+            print(f"admin {running.admin_url}", flush=True)
         await stop.wait()
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError`: the caller prints it in one line and exits 1."""
     quick_logging()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.set_up(args.log_format)
     calm_collector()
     uvloop.run(_serve(config_of(args)))
     return 0

@@ -23,6 +23,8 @@ ROUTES: tuple[Route, ...] = (COMPLETIONS, CHAT, RESPONSES, GENERATE)
 
 UNTRUSTED = ("kv_transfer_params", "ec_transfer_params")
 """Name peers and addresses to an engine: only the router may (C35, C67)."""
+_CARRIERS = ("vllm_xargs", "extra_args", "sampling_params")
+"""Objects, in a request and in one another, out of which an engine takes such names."""
 
 ECHO_FIELDS = ("logprobs", "logprob_token_ids", "return_tokens_as_token_ids")
 
@@ -155,9 +157,10 @@ def _count(n: object) -> int:
 def sanitised(body: Body) -> Body:
     """A copy without what a client must not say."""
     clean = {key: value for key, value in body.items() if key not in UNTRUSTED}
-    extra = clean.get("vllm_xargs")
-    if isinstance(extra, dict) and not extra.keys().isdisjoint(UNTRUSTED):
-        clean["vllm_xargs"] = {key: value for key, value in extra.items() if key not in UNTRUSTED}
+    for name in _CARRIERS:
+        inner = clean.get(name)
+        if isinstance(inner, dict):
+            clean[name] = sanitised(inner)
     return clean
 
 

@@ -108,7 +108,7 @@ def sanitised(raw: bytes) -> bytes:
 
 
 def _headers(services: Services, request: web.Request | Request) -> dict[str, str]:
-    return dict(forwarded(request.headers, services.config.api_key))
+    return dict(forwarded(request.headers, services.config))
 
 
 async def _passed(

@@ -21,6 +21,7 @@ class Refusal(KVFerryError):
         self.http_status = status
         self.code = code
         self.param = param
+        self.headers: dict[str, str] = {}
 
 
 class LegFailed(EngineError):
@@ -60,9 +61,12 @@ class LegFailed(EngineError):
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
+    403: "invalid_request_error",
     404: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     501: "not_implemented_error",
     503: "service_unavailable",
     504: "timeout_error",
@@ -89,6 +93,8 @@ def error_response(error: KVFerryError, transfer_id: str = "") -> web.Response:
     if isinstance(error, LegFailed) and error.from_engine:
         headers["Content-Type"] = error.content_type
         return web.Response(status=error.own_status, body=error.body, headers=headers)
+    if isinstance(error, Refusal):
+        headers.update(error.headers)
     if error.http_status in (429, 503):
         headers["Retry-After"] = str(getattr(error, "retry_after_s", 1))
         headers["x-kvferry-reason"] = error.code

@@ -13,12 +13,15 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
-from kvferry.router import edits, fanin, merge, openai, passage, usage, wire
+from kvferry.router import edits, fanin, merge, openai, passage, record, traceparent, usage, wire
 from kvferry.router.ask import Ask
 from kvferry.router.attempts import open_part
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.echo import Echo
 from kvferry.router.openai import Body, Plan, Route
+from kvferry.router.pace import Tokens, tokens_told
+from kvferry.router.recent import clipped
+from kvferry.router.record import Leg, Record
 from kvferry.router.relay import relay
 from kvferry.router.replies import LegFailed, error_response
 from kvferry.router.server import Request, Stream
@@ -26,6 +29,9 @@ from kvferry.router.services import Services
 from kvferry.router.upstream import returned
 
 log = logging.getLogger("kvferry.router")
+
+CLIENT_LEFT = 499
+"""The status of a request whose client left before its answer began."""
 
 
 class Generation:
@@ -42,6 +48,14 @@ class Generation:
         self._exchanges: list[Exchange] = []
         self._pairs: list[Callable[[frozenset[str]], Exchange]] = []
         self._reply_headers: dict[str, str] = {}
+        self._asked: Plan | None = None
+        self._error: KVFerryError | None = None
+        self._ttft: float | None = None
+        self._tokens: Tokens = (None, None)
+        self._made = 0
+        """Exchanges, those that were tried before the ones above among them."""
+        tracing = services.seen.tracing
+        self._span = tracing.begin(request.headers, self._received) if tracing is not None else None
 
     @property
     def transfer_ids(self) -> str:
@@ -106,18 +120,16 @@ class Generation:
         dialect.refuse(plan)
         return plan
 
-    def _refuse_unserved(self, plan: Plan) -> None:
-        """Raises `Refusal` where no wait would help."""
-        pool, config = self._services.pool, self._services.config
-        pool.require(local_prefill=config.allow_local_prefill)
-
     def _client(self, ask: Ask) -> str:
         """Who waits in turn with others: a session, a key, or an address."""
         return ask.session or self._request.headers.get("Authorization", "") or self._request.remote or ""
 
     def _dispatch(self, plan: Plan, asks: Sequence[Ask], *, alone: bool) -> None:
         """Choose the engines, for each part its own pair. Nothing is sent yet."""
+        self._asked = plan
         headers = CIMultiDict(self._request.headers)
+        if self._span is not None:
+            headers[traceparent.HEADER] = self._span.header
         if len(plan.parts) > 1:
             headers.setdefault(
                 "X-Request-Id", uuid.uuid4().hex
@@ -137,6 +149,7 @@ class Generation:
         """Choose the engines of one try of one part. Raises `Refusal`."""
         choice = self._services.selection.choose(plan, ask, avoid=avoid, alone=alone)
         exchange = Exchange(self._services, plan, part, headers, choice.decode, choice.prefill, choice.ask)
+        self._made += 1
         exchange.note("received", t=self._received, request_id=self._request.headers.get("X-Request-Id", ""))
         return exchange
 
@@ -167,6 +180,7 @@ class Generation:
         echoes = [await self._echo(plan, exchange) for exchange in self._exchanges] if plan.echo else ()
         body = merge.finish(plan, [answer.body for answer in answers], replies, echoes)
         self._services.metrics.ttft.labels("false").observe(time.monotonic() - self._begun)
+        self._tokens = tokens_told(body)
         headers = returned(answers[0].response.headers)
         headers.update(self._reply_headers)
         return web.Response(status=200, body=body, headers=headers)
@@ -210,27 +224,58 @@ class Generation:
         return Echo(exchange.prefill_reply, "" if ids else await exchange.prompt_text(), ids=ids)
 
     def _first_token(self) -> None:
-        self._services.metrics.ttft.labels("true").observe(time.monotonic() - self._begun)
+        self._ttft = time.monotonic() - self._begun
+        self._services.metrics.ttft.labels("true").observe(self._ttft)
 
     def _count(self, error: KVFerryError) -> None:
+        self._error = error
         side = error.side if isinstance(error, LegFailed) else "router"
         self._services.metrics.errors.labels(self._route, error.code, side).inc()
-        log.warning("%s failed: %s", self._route, error)
 
     def _failed(self, error: KVFerryError) -> web.Response:
         self._count(error)
         return error_response(error, self.transfer_ids)
 
     def log_line(self, status: int) -> None:
-        """One line per request: what came of it."""
-        pair = self._exchanges[0] if self._exchanges else None
-        log.info(
-            "%s status=%d ms=%.1f transfer=%s prefill=%s decode=%s request_id=%s",
-            self._route,
-            status,
-            (time.monotonic() - self._begun) * 1000,
-            self.transfer_ids or "-",
-            pair.prefill.url if pair and pair.prefill else "-",
-            pair.decode.url if pair and pair.bound else "-",
-            self._request.headers.get("X-Request-Id", "-"),
+        """It has ended with this: counted, kept for the dashboard, logged in one line."""
+        services = self._services
+        services.seen.done(self._record(status), self._span, services.spawn)
+
+    def _record(self, status: int) -> Record:
+        e2e, services, asked, error = time.monotonic() - self._begun, self._services, self._asked, self._error
+        pace = self._exchanges[0].pace if len(self._exchanges) == 1 else None
+        tokens = self._tokens if pace is None or not pace.chunks else pace.tokens()
+        tpot = pace.per_token(tokens[1]) if pace is not None else None
+        left = error is None and status == CLIENT_LEFT
+        return Record(
+            number=services.seen.number(),
+            t=self._received,
+            route=self._route,
+            mode="colocated" if services.dialect is None else services.dialect.name,
+            status=status,
+            model=clipped(asked.model) if asked is not None else None,
+            stream=asked is not None and asked.stream,
+            request_id=clipped(self._request.headers.get("X-Request-Id")),
+            prompt_tokens=tokens[0],
+            completion_tokens=tokens[1],
+            ttft_ms=_ms(self._ttft),
+            tpot_ms=_ms(tpot),
+            e2e_ms=round(e2e * 1e3, 3),
+            retries=self._made - len(self._exchanges),
+            code=record.CLIENT_LEFT if left else error.code if error is not None else "",
+            side=error.side if isinstance(error, LegFailed) else "",
+            reason="" if error is None else clipped(str(error)),
+            legs=[
+                Leg(
+                    transfer_id=one.transfer_id,
+                    prefill=one.prefill.url if one.prefill is not None else "",
+                    decode=one.decode.url if one.bound else "",
+                    events=one.events,
+                )
+                for one in self._exchanges
+            ],
         )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -69,9 +69,19 @@ class Request:
     """One request, read whole. Answered once, by `send` or `stream`."""
 
     def __init__(
-        self, connection: Connection, path: str, headers: CIMultiDict[str], body: bytes, *, old: bool, keep: bool
+        self,
+        connection: Connection,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        old: bool,
+        keep: bool,
+        refusal: Refusal | None = None,
     ) -> None:
         self.path, self.headers = path, headers
+        self.refusal = refusal
+        """Why its body was not kept: its only answer."""
         self.keep = keep
         """The connection may take another request afterwards."""
         self.answered = False
@@ -107,12 +117,21 @@ Handler = Callable[[Request], Awaitable[None]]
 
 
 class Server:
-    """`paths`: those POSTs are ours. `other`: makes the protocol that takes all else. Bytes: of a request's body."""
+    """`paths`: those POSTs are ours. `other`: makes the protocol that takes all else. Bytes: of a request's body.
+
+    `admit`: called with path and headers before a body is kept; raises the `Refusal` that is the answer.
+    """
 
     def __init__(
-        self, paths: frozenset[str], handle: Handler, other: Callable[[], asyncio.Protocol], max_body_bytes: int
+        self,
+        paths: frozenset[str],
+        handle: Handler,
+        other: Callable[[], asyncio.Protocol],
+        max_body_bytes: int,
+        admit: Callable[[str, Mapping[str, str]], None] = lambda path, headers: None,
     ) -> None:
         self.paths, self.handle, self.other, self.max_body_bytes = paths, handle, other, max_body_bytes
+        self.admit = admit
         self.open: set[Connection] = set()
 
     def __call__(self) -> asyncio.Protocol:
@@ -147,6 +166,7 @@ class Connection(asyncio.Protocol):
         self._ours: bool | None = None
         self._ended_in_feed = self._mixed = False
         self._refusal: Refusal | None = None
+        self._turned_away: Refusal | None = None
         self._waiting: deque[Request] = deque()
         self._idle: asyncio.TimerHandle | None = None
         self._last = False
@@ -243,7 +263,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._target, self._headers = b"", CIMultiDict()
         self._head_bytes, self._body, self._body_bytes = 0, [], 0
-        self._ours, self._mixed = None, self._ended_in_feed
+        self._ours, self._mixed, self._turned_away = None, self._ended_in_feed, None
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -262,7 +282,14 @@ class Connection(asyncio.Protocol):
         length = self._headers.get("Content-Length", "")
         if length.isdecimal() and int(length) > self._server.max_body_bytes:
             self._fail(self._too_large())
-        if self._headers.get("Expect", "").lower() == "100-continue" and self.task is None:
+        waits = self._headers.get("Expect", "").lower() == "100-continue"
+        try:
+            self._server.admit(path, self._headers)
+        except Refusal as refusal:
+            if waits:
+                self._fail(refusal)
+            self._turned_away = refusal
+        if waits and self.task is None:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
@@ -270,7 +297,8 @@ class Connection(asyncio.Protocol):
             self._body_bytes += len(piece)
             if self._body_bytes > self._server.max_body_bytes:
                 self._fail(self._too_large())
-            self._body.append(piece)
+            if self._turned_away is None:
+                self._body.append(piece)
             self._raw = b""  # it will not be handed over
 
     def on_message_complete(self) -> None:
@@ -284,6 +312,7 @@ class Connection(asyncio.Protocol):
             b"".join(self._body),
             old=self._parser.get_http_version() == "1.0",
             keep=self._parser.should_keep_alive(),
+            refusal=self._turned_away,
         )
         self._body = []
         if self.task is None:
@@ -300,7 +329,10 @@ class Connection(asyncio.Protocol):
 
     async def _run(self, request: Request) -> None:
         try:
-            await self._server.handle(request)
+            if request.refusal is not None:
+                request.send(error_response(request.refusal))
+            else:
+                await self._server.handle(request)
         except ConnectionError:
             self.abort()
         except Exception:

@@ -13,6 +13,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
 from kvferry.router.membership import Membership
 from kvferry.router.pool import Pool
+from kvferry.router.seen import Seen
 from kvferry.router.selection import Selection
 from kvferry.router.upstream import Upstream
 from kvferry.story import Story
@@ -29,5 +30,6 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     upstream: Upstream
     story: Story
     metrics: RouterMetrics
+    seen: Seen
     retry_budget: RetryBudget
     spawn: Callable[[Coroutine[Any, Any, None]], object]

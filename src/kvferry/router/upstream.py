@@ -7,6 +7,7 @@ which is how an engine learns that nobody wants the answer.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from kvferry.errors import EngineError, PeerUnreachable
+from kvferry.router.config import RouterConfig
 from kvferry.router.connection import Broken, Connections, Response, Sink, Unreachable
 from kvferry.router.replies import MAX_ERROR_BYTES, LegFailed, cut_body
 
@@ -50,12 +52,14 @@ def _named_in_connection(headers: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name.strip().lower() for name in headers.get("Connection", "").split(","))
 
 
-def forwarded(headers: Mapping[str, str], api_key: str) -> CIMultiDict[str]:
-    """The client's headers as an engine gets them; the client's own Authorization goes before the router's key."""
+def forwarded(headers: Mapping[str, str], config: RouterConfig) -> CIMultiDict[str]:
+    """The client's headers as an engine gets them. The client's own Authorization goes before the router's key, but
+    where the router checks its clients' keys itself and has one for the engines: then theirs stays here.
+    """
     skip = _NOT_FORWARDED | _named_in_connection(headers)
     out = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
-    if api_key and "Authorization" not in out:
-        out["Authorization"] = f"Bearer {api_key}"
+    if config.api_key and (config.client_key_file or "Authorization" not in out):
+        out["Authorization"] = f"Bearer {config.api_key}"
     out["Accept-Encoding"] = "identity"
     return out
 
@@ -74,11 +78,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Upstream:
-    """Made on the event loop, closed in `close`."""
+    """Made on the event loop, closed in `close`. `tls`: for https engines; None: the system's trust."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         # No limit here: a D leg that waits for its P leg must never keep that from a connection. `max_requests` bounds.
-        self._connections = Connections(connect_timeout_s)
+        self._connections = Connections(connect_timeout_s, tls)
 
     def close(self) -> None:
         self._connections.close()

@@ -388,7 +388,7 @@ async def serving(
                 await engine.start()
             stack.push_async_callback(engine.stop)
         settings = RouterConfig(
-            port=0,
+            port=config.pop("port", 0),
             prefill=tuple(engine.spec(**(spec or {})) for engine in prefills),
             decode=tuple(engine.spec(**(decode_spec or {})) for engine in decodes),
             **{"retries": 0, **config},

@@ -1,0 +1,77 @@
+"""How one stream goes by: when its chunks came, and what its end says of tokens. Parses nothing on the way."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from kvferry.observe.histogram import Series
+
+_TAIL = 8192
+_DONE = b"data: [DONE]"
+_USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*\{')
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
+_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+
+Tokens = tuple[int | None, int | None]
+
+
+class Pace:
+    """`mark` is called for every chunk that is relayed: one clock read, one bisect. `gaps`: asked once, when the engine
+    has begun to answer, where to put the seconds between chunks.
+    """
+
+    __slots__ = ("_before", "_clock", "_gaps", "_observe", "_tail", "chunks", "first", "last")
+
+    def __init__(self, gaps: Callable[[], Series], clock: Callable[[], float] = time.monotonic) -> None:
+        self._gaps, self._clock = gaps, clock
+        self._observe: Callable[[float], None] | None = None
+        self.first = self.last = 0.0
+        self.chunks = 0
+        self._before = self._tail = b""
+
+    def begin(self, chunk: bytes) -> None:
+        """The first token is here."""
+        if not self.chunks:
+            self._tail = chunk
+            self._start(self._clock())
+
+    def _start(self, now: float) -> None:
+        self.first = self.last = now
+        self.chunks = 1
+        self._observe = self._gaps().observe
+
+    def mark(self, chunk: bytes) -> None:
+        """Bytes of a running stream; the end mark on its own is no token."""
+        self._before, self._tail = self._tail, chunk
+        if chunk.startswith(_DONE):
+            return
+        now = self._clock()
+        if self._observe is None:
+            self._start(now)
+        else:
+            self._observe(now - self.last)
+            self.last = now
+            self.chunks += 1
+
+    def tokens(self) -> Tokens:
+        return tokens_told(self._before + self._tail)
+
+    def per_token(self, tokens: int | None) -> float | None:
+        """Seconds from the first chunk to the last, over the tokens (where not known: the chunks) after the first."""
+        after = (tokens or self.chunks) - 1
+        return (self.last - self.first) / after if self.chunks > 1 and after > 0 else None
+
+
+def tokens_told(tail: bytes) -> Tokens:
+    """Prompt and output tokens of the last `usage` in the last 8 KiB of an answer; None where it has none.
+
+    Text that a model wrote can't pass for it: inside of a JSON string its quotes are escaped.
+    """
+    tail = tail[-_TAIL:]
+    ends = [found.end() for found in _USAGE.finditer(tail)]
+    if not ends:
+        return None, None
+    prompt, output = (pattern.search(tail, ends[-1]) for pattern in (_PROMPT, _OUTPUT))
+    return int(prompt[1]) if prompt else None, int(output[1]) if output else None
