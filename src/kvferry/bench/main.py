@@ -38,6 +38,11 @@ KINDS = {
         "kvferry.bench.transfer_command",
         "kvferry bench transfer --shape qwen3-32b-tp8 --tokens 16384 --fragmentation 1 --mode push --json out.json",
     ),
+    "soak": Kind(
+        "engines under load while they are killed, stopped and cut off at random: every answer right, nothing left",
+        "kvferry.bench.soak_command",
+        "kvferry bench soak --minutes 20 --seed 7 --json soak.json",
+    ),
     "plot": Kind(
         "figures of a sweep, or the timeline of one transfer",
         "kvferry.bench.plot_command",
