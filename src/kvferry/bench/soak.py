@@ -94,7 +94,7 @@ class Soak:
             guard = Guard()
             routers, urls = self._routers(deployment, links, ports, guard)
             try:
-                facts = asyncio.run(self._soak(deployment, links, routers, urls, ports))
+                facts = asyncio.run(self._over_links(deployment, links, routers, urls, ports))
             finally:
                 end_trees([one.tree for one in routers if one.pid], grace=lambda: 3.0, reap=_reap(routers))
                 for router in routers:
@@ -126,6 +126,22 @@ class Soak:
             urls[mode] = f"http://{LOOPBACK}:{port}"
         return routers, urls
 
+    async def _over_links(
+        self,
+        deployment: Deployment,
+        links: dict[str, Link],
+        routers: list[ManagedProcess],
+        urls: dict[str, str],
+        ports: Ports,
+    ) -> dict[str, Any]:
+        try:
+            for link in links.values():
+                await link.up()
+            return await self._soak(deployment, links, routers, urls, ports)
+        finally:
+            for link in links.values():
+                await link.close()
+
     async def _soak(
         self,
         deployment: Deployment,
@@ -135,8 +151,6 @@ class Soak:
         ports: Ports,
     ) -> dict[str, Any]:
         plan = self.plan
-        for link in links.values():
-            await link.up()
         for router in routers:
             router.start()
         names = {router.name: url for router, url in zip(routers, urls.values(), strict=True)}
@@ -171,8 +185,6 @@ class Soak:
         await asyncio.sleep(LIMITS["lease_s"] + 1.0)
         await self._left(deployment)
         after = watch.now()
-        for link in links.values():
-            await link.close()
         self.violations += [*troubles.violations, *grown(before, after)]
         lives = watch.verdicts()
         self.violations += [
