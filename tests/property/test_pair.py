@@ -20,9 +20,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hypothesis import settings
+import pytest
+from hypothesis import seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvferry.ids import TransferId
 from kvferry.protocol import instructions as ask
@@ -607,14 +615,22 @@ class Pair(RuleBasedStateMachine):
         assert not self.owner and all(len(free) == 12 for free in self.free_p + self.free_d)
 
 
-TestPair = Pair.TestCase
-_deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
-_runs, _steps = (16_000, 80) if _deep else (360, 40)
-TestPair.settings = settings(max_examples=_runs, stateful_step_count=_steps)
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+SEED = int(os.environ.get("KVFERRY_SEED", "0"))
+ROUNDS, RUNS, STEPS = (28, 550, 80) if DEEP else (1, 360, 40)
+"""Deep, in rounds whose seeds are `SEED`, `SEED + 1` and so on: Hypothesis remembers all runs of a round."""
+
+
+@pytest.mark.timeout(3600 if DEEP else 120)
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_no_schedule_breaks_a_pair(number: int) -> None:
+    if DEEP:
+        seed(SEED + number)(Pair)
+    run_state_machine_as_test(Pair, settings=settings(max_examples=RUNS, stateful_step_count=STEPS))
+    print(f"{Pair.walked} steps")
 
 
 def test_it_was_a_long_walk() -> None:
-    """Runs after the walk itself. A step is one rule with all its consequences."""
-    print(f"{Pair.walked} steps")
+    """After the walk itself. A step is one rule with all its consequences."""
     if Pair.walked:  # else this test was asked for alone
-        assert Pair.walked >= (1_000_000 if _deep else 10_000)
+        assert Pair.walked >= (1_000_000 if DEEP else 10_000)

@@ -47,6 +47,7 @@ LIMITS: dict[str, Any] = {
     "transfer_timeout_s": 5.0,
 }
 """Of the engines' connectors; short, so that every one of them is met with."""
+SLOWER = LIMITS | {"lease_s": 5.0, "prefill_timeout_s": 20.0, "transfer_timeout_s": 8.0}
 SAY_EVERY_S, SAMPLE_EVERY_S, LOOK_EVERY_S = 15.0, 5.0, 0.5
 WELL_AGAIN_S = 20.0
 _KEPT_VIOLATIONS = 40
@@ -68,6 +69,10 @@ class Plan:
     workers: int = 6
     pause_s: float = 1.5
     leaving: float = 0.15
+
+    @property
+    def lease_s(self) -> float:
+        return float(self.spec.extra_config["lease_s"])
 
 
 @dataclass
@@ -166,7 +171,7 @@ class Soak:
         model = deployment.model_name()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as session:
             await self._well(session, model, 3)
-            await asyncio.sleep(LIMITS["lease_s"] + 1.0)
+            await asyncio.sleep(plan.lease_s + 1.0)
             before = watch.now()
             begun = time.monotonic()
             stop = asyncio.Event()
@@ -182,7 +187,7 @@ class Soak:
             seconds = time.monotonic() - begun
             self.say("quiet now")
             await self._well(session, model, 3)
-        await asyncio.sleep(LIMITS["lease_s"] + 1.0)
+        await asyncio.sleep(plan.lease_s + 1.0)
         await self._left(deployment)
         after = watch.now()
         self.violations += [*troubles.violations, *grown(before, after)]
@@ -348,7 +353,7 @@ def vllm_spec(model: str, state_dir: Path | str = "") -> DeploymentSpec:
         router=False,
         debug_invariants=True,
         vllm_args=("--no-enable-prefix-caching",),
-        extra_config=LIMITS,
+        extra_config=SLOWER,
         decode_extra_config={"peers": []},
         state_dir=state_dir,
     )
