@@ -134,7 +134,8 @@ def test_killed_in_the_middle_of_a_stream(start: Start) -> None:
 
 
 def test_killed_while_reads_are_in_flight(start: Start) -> None:
-    """Pull: P is stopped when it has granted, so that D's READ of its memory hangs; then either is killed."""
+    """Pull: P is stopped when it has granted, so that D's READ of its memory hangs, and killed. Then D, in a READ that
+    goes on."""
     pair = start("pull", relay=True, token_bytes=BIG, **LIMITS)
     relay = pair.relay
     assert relay is not None
@@ -155,13 +156,17 @@ def test_killed_while_reads_are_in_flight(start: Start) -> None:
     pair.restart("p")
     pair.works("after p")
 
-    reading("d-flying")
-    since = pair.kill(pair.d)
-    pair.go_on(pair.p)
-    ends(pair.p, "peer_gone", since)
-    pair.nothing_held(pair.p)
-    pair.restart("d")
-    pair.works("the end")
+    for turn in range(3):
+        tid = f"d-flying-{turn}"
+        pair.expect(tid)
+        pair.ready(tid, ALL, ALL_TOKENS)
+        pair.land(tid, ALL, ALL_TOKENS)
+        pair.until(pair.d, "open", lambda held: held["posts"] == 1)
+        since = pair.kill(pair.d)
+        ends(pair.p, "peer_gone", since)
+        pair.nothing_held(pair.p)
+        pair.restart("d")
+        pair.works(f"after {turn}")
     pair.nothing_held(pair.p, pair.d)
 
 
