@@ -133,6 +133,43 @@ def test_killed_in_the_middle_of_a_stream(start: Start) -> None:
     pair.works("the end")
 
 
+def test_killed_while_reads_are_in_flight(start: Start) -> None:
+    """Pull: P is stopped when it has granted, so that D's READ of its memory hangs, and killed. Then D, in a READ that
+    goes on."""
+    pair = start("pull", relay=True, token_bytes=BIG, **LIMITS)
+    relay = pair.relay
+    assert relay is not None
+
+    def reading(tid: str) -> None:
+        pair.expect(tid)
+        pair.ready(tid, ALL, ALL_TOKENS)
+        relay.delay_s = 0.5  # the grant is on its way when P is stopped
+        pair.land(tid, ALL, ALL_TOKENS)
+        pair.until(pair.p, "legs", lambda legs: legs == 1)
+        pair.stop(pair.p)
+        relay.delay_s = 0.0
+        pair.until(pair.d, "open", lambda held: held["posts"] == 1)
+
+    reading("flying")
+    ends(pair.d, {"peer_gone", "read_failed"}, pair.kill(pair.p))  # whoever says it first, ZMQ or NIXL
+    pair.nothing_held(pair.d)
+    pair.restart("p")
+    pair.works("after p")
+
+    for turn in range(3):
+        tid = f"d-flying-{turn}"
+        pair.expect(tid)
+        pair.ready(tid, ALL, ALL_TOKENS)
+        pair.land(tid, ALL, ALL_TOKENS)
+        pair.until(pair.d, "open", lambda held: held["posts"] == 1)
+        since = pair.kill(pair.d)
+        ends(pair.p, "peer_gone", since)
+        pair.nothing_held(pair.p)
+        pair.restart("d")
+        pair.works(f"after {turn}")
+    pair.nothing_held(pair.p, pair.d)
+
+
 def test_stopped(start: Start) -> None:
     """C43: a stopped P fails D's request at the end of a lease, keeps its blocks until it goes on, and reaches none
     that went back; a stopped D is cut off, and greeted anew."""

@@ -31,7 +31,7 @@ from kvferry.protocol.digest import (
 from kvferry.protocol.layout import fan_in, heads_of
 from kvferry.protocol.messages import Layout, Plane, Verify
 from kvferry.protocol.stream import Span
-from kvferry.transfer.words import DeviceWords, HostWords, extent
+from kvferry.transfer.words import DeviceWords, extent, store_of
 
 TID = TransferId("t")
 
@@ -46,8 +46,7 @@ class Side:
 
     def held(self, head: int, start: int = 0) -> Held:
         first = start // self.layout.block_size
-        store = Store(self.layout, HostWords(self.layout).sums)
-        return Held(store=store, head=head, block_ids=self.ids[first:], first_block=first)
+        return Held(store=store_of(self.layout), head=head, block_ids=self.ids[first:], first_block=first)
 
     def cell(self, plane: int, head: int, token: int) -> np.ndarray:
         size = self.layout.block_size
@@ -270,20 +269,44 @@ def test_packed_blocks_count_whole(depth: Verify) -> None:
 
 def test_a_sample_is_spread_over_the_prompt_has_its_ends_and_differs_by_transfer() -> None:
     draw = np.random.default_rng(4)
-    scope = Scope(start_token=16, end_token=1000, planes=64, first_head=0, heads=2, unit=16, packed=False)
-    one = side(draw, (8,) * 64, 2, 16, 1000)
+    scope = Scope(start_token=16, end_token=1040, planes=64, first_head=0, heads=2, unit=16, packed=False)
+    one = side(draw, (8,) * 64, 2, 16, 1040)
     samples = []
     for name in ("a", "b"):
-        assert Digest(scope, "sample", TransferId(name)).add(one.held(0, 16), Span(16, 1000)) == 64 * SAMPLES * 8
+        assert Digest(scope, "sample", TransferId(name)).add(one.held(0, 16), Span(16, 1040)) == 64 * SAMPLES * 8
         sample = sampled(scope, TransferId(name))
         edge, spread = sample.tokens.reshape(64, SAMPLES).T
-        first, last = (edge >= 16) & (edge < 32), (edge >= 992) & (edge < 1000)
+        first, last = (edge >= 16) & (edge < 32), (edge >= 1024) & (edge < 1040)
         assert (first | last).all() and first.sum() == last.sum() == 32
-        assert ((spread >= 16) & (spread < 1000)).all()
-        assert np.diff(np.sort(spread)).max() < 2 * (1000 - 16) / 64 + 1, "a part is left out"
+        assert ((spread >= 16) & (spread < 1040)).all()
+        assert np.diff(np.sort(spread)).max() < 2 * (1040 - 16) / 64 + 1, "a part is left out"
         assert set(sample.heads.tolist()) == {0, 1}
         samples.append(sample)
     assert (samples[0].tokens != samples[1].tokens).any()
+
+
+@pytest.mark.parametrize(("tokens", "looked_at"), [(16, 16), (256, 16), (257, 17), (700, 44), (1024, 64), (9000, 64)])
+def test_a_sample_grows_with_the_prompt_and_takes_the_planes_in_turn(tokens: int, looked_at: int) -> None:
+    scope = Scope(start_token=0, end_token=tokens, planes=64, first_head=0, heads=1, unit=16, packed=False)
+    seen: set[int] = set()
+    for number in range(40):
+        planes = sampled(scope, TransferId(f"t{number}")).planes.tolist()
+        assert len(planes) == SAMPLES * looked_at and len(set(planes)) == looked_at
+        seen |= set(planes)
+    assert seen == set(range(64))
+
+
+@pytest.mark.parametrize("widths", [(16, 16, 8), (4, 12), (8,) * 12, (1, 3)])
+def test_what_is_foreseen_is_read_when_it_is_added(widths: tuple[int, ...]) -> None:
+    one = side(np.random.default_rng(9), widths, 3, 4, 40)
+    scope = Scope(start_token=4, end_token=38, planes=len(widths), first_head=5, heads=2, unit=8, packed=False)
+    held, foreseen = one.held(1, 4), Digest(scope, "sample", TID)
+    foreseen.foresee(held)
+    for view in one.views:
+        view ^= 5
+    later = Digest(scope, "sample", TID)
+    assert foreseen.add(held, Span(4, 38)) == later.add(held, Span(4, 38)) > 0
+    assert (foreseen.values == later.values).all() and later.values.any()
 
 
 def test_a_sample_finds_any_block_that_never_came_while_there_are_no_more_blocks_than_planes() -> None:

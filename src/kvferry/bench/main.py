@@ -43,6 +43,11 @@ KINDS = {
         "kvferry.bench.router_command",
         "kvferry bench router --qps 200,400 --peer-command vllm-router --json out.json",
     ),
+    "soak": Kind(
+        "engines under load while they are killed, stopped and cut off at random: every answer right, nothing left",
+        "kvferry.bench.soak_command",
+        "kvferry bench soak --minutes 20 --seed 7 --json soak.json",
+    ),
     "plot": Kind(
         "figures of a sweep, or the timeline of one transfer",
         "kvferry.bench.plot_command",

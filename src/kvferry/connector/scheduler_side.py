@@ -12,6 +12,7 @@ from typing import Any
 
 from kvferry.config import ConnectorConfig
 from kvferry.connector.hooks import take_ms, timed
+from kvferry.connector.invariants import check_scheduler_side
 from kvferry.connector.metadata import IDLE, NOTHING, Reject, StepMetadata
 from kvferry.connector.params import LandingParams, SourceParams, parse
 from kvferry.errors import ConfigError
@@ -60,11 +61,14 @@ class SchedulerSide:
         self._kept: set[str] = set()  # ended on D while somebody may still write to their blocks
         self._arrived: list[str] = []  # landings that came since the last step
         self._next = StepMetadata()
+        self._live: set[str] | None = set() if config.debug_invariants else None  # requests of any kind
 
     # -- a request comes in -----------------------------------------------------------------------------------------
 
     @timed
     def on_new_request(self, request: Any) -> None:
+        if self._live is not None:
+            self._live.add(request.request_id)
         try:
             params = parse(request.kv_transfer_params)
         except ConfigError as error:
@@ -159,6 +163,8 @@ class SchedulerSide:
     @timed
     def build(self, output: Any) -> StepMetadata:
         """Called once per step, after scheduling; `request.num_computed_tokens` doesn't include this step yet."""
+        if self._live is not None:
+            check_scheduler_side(self, self._live)
         if self._arrived:
             self._announce_queued()
         scheduled_any = bool(output.total_num_scheduled_tokens)
@@ -248,6 +254,8 @@ class SchedulerSide:
     def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """(whether the engine must keep the blocks until the workers say so, what the client gets)."""
         request_id = request.request_id
+        if self._live is not None:
+            self._live.discard(request_id)
         landing = self._landings.pop(request_id, None)
         if landing is not None:
             if landing.params is not None:

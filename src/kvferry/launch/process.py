@@ -74,6 +74,13 @@ class ManagedProcess:
         """The exit code (negative: the signal), None while it runs. Reaps."""
         return None if self._process is None else self._process.poll()
 
+    def wait(self, seconds: float) -> int | None:
+        """`poll`, after at most so long; for a process that was asked to end."""
+        try:
+            return None if self._process is None else self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def running(self) -> bool:
         return self._process is not None and self.poll() is None and alive(self.pid, self.tree.started)
 

@@ -34,6 +34,10 @@ SAMPLES = 2
 """Tokens per plane that `sample` looks at: one of the first or the last block, in turn, and one that is anywhere: each
 plane has its own part of the prompt."""
 
+LEAST_SHARE = 4
+"""`sample` looks at one of so many planes at least, others in each transfer, and at one for each block of the prompt
+where there are as many: so its cost grows with the prompt, as that of prefill does."""
+
 MOST_SLICES = 1 << 14
 """Above so many, `full` joins neighbouring blocks into one slice: the digests travel with the closing message."""
 
@@ -41,6 +45,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 Read = Callable[[U64, int, U64], U64]
 """(addresses (R, N), bytes per token, weights (N, T)) -> (R, N): what `row_sums` gives for the T tokens at each."""
+
+Prepare = Callable[[U64, int, U64], Callable[[], U64]]
+"""(addresses (N,), bytes per token, weights (N,)) -> what reads and gives (N,) for the token at each. All that can be
+done before the KV is there is done at once."""
+
+Reads = tuple[NDArray[np.int64], int, Callable[[], U64]]
+"""Which of the samples, the bytes of each, and what reads them."""
 
 
 def weaker(one: Verify, other: Verify) -> Verify:
@@ -80,6 +91,15 @@ def of_heads(planes: NDArray[np.int64], heads: NDArray[np.int64]) -> U64:
     return _odd(4, (planes.astype(np.uint64) << np.uint64(32)) + heads.astype(np.uint64))
 
 
+@functools.lru_cache(maxsize=64)
+def by_half(token_bytes: int) -> U64:
+    """(halves,), or (words,) of narrower ones: the same as `within_token`, for words that are cut in halves."""
+    low, high = within_token(token_bytes)
+    if word_type(token_bytes).itemsize < 8:
+        return low
+    return np.stack((low, (low << np.uint64(32)) + high), axis=1).reshape(-1)
+
+
 def row_sums(words: NDArray[Any], token_bytes: int, weights: U64) -> U64:
     """(N,) of N rows of T tokens each. `words`: (N, T * words per token), may be overwritten; `weights`: (N, T)."""
     low, high = within_token(token_bytes)
@@ -108,14 +128,22 @@ class Scope:
 
 
 class Store:
-    """The KV memory of one rank, as digests see it. `read`: its words."""
+    """The KV memory of one rank, as digests see it. `read`: its words; `prepare`: for a few, None: by `read`."""
 
-    def __init__(self, layout: Layout, read: Read) -> None:
+    def __init__(self, layout: Layout, read: Read, prepare: Prepare | None = None) -> None:
         self.block_size, self.read = layout.block_size, read
+        self.prepare: Prepare = prepare or self._later
         self.widths = np.array([plane.token_bytes for plane in layout.planes], dtype=np.int64)
         self.each_width = sorted(set(self.widths.tolist()))  # there is one in nearly every model
         table = [(plane.base, plane.block_stride, plane.head_stride) for plane in layout.planes]
         self._base, self._block_stride, self._head_stride = np.array(table, dtype=np.uint64).T
+
+    def _later(self, addresses: U64, width: int, weights: U64) -> Callable[[], U64]:
+        def sums() -> U64:
+            found: U64 = self.read(addresses[None, :], width, weights[:, None])[0]
+            return found
+
+        return sums
 
     def places(self, planes: NDArray[np.int64], heads: NDArray[np.int64], block_ids: U64) -> U64:
         """Where the heads of these blocks begin; heads as stored here. Broadcasts."""
@@ -153,11 +181,13 @@ class Difference:
 
 
 class Digest:
-    """The digests of one registration, filled in by `add`. `values`: (planes, slices per plane)."""
+    """The digests of one registration, filled in by `add`. `values`: (planes looked at, slices per plane)."""
 
     def __init__(self, scope: Scope, depth: Verify, transfer_id: TransferId) -> None:
         self.scope, self.depth = scope, depth
         first, self._unit = scope.start_token // scope.unit, scope.unit
+        planes = scope.planes
+        self._foreseen: list[Reads] = []
         if depth == "full":
             last = (scope.end_token - 1) // scope.unit
             joined = 1
@@ -167,8 +197,12 @@ class Digest:
             per_plane = (scope.end_token - 1) // self._unit - scope.start_token // self._unit + 1
         else:
             self._sample = sampled(scope, transfer_id)
-            per_plane = SAMPLES
-        self.values: U64 = np.zeros((scope.planes, per_plane), dtype=np.uint64)
+            planes, per_plane = len(self._sample.planes) // SAMPLES, SAMPLES
+        self.values: U64 = np.zeros((planes, per_plane), dtype=np.uint64)
+
+    def foresee(self, held: Held) -> None:
+        """`sample`, the whole scope: what can be done before its KV is there. `add` follows, with the same `held`."""
+        self._foreseen = self._reads(held, np.arange(len(self._sample.tokens)))
 
     def add(self, held: Held, span: Span) -> int:
         """What this side holds of `span`, each part of the scope once. How many bytes were looked at. Spans end at
@@ -201,25 +235,34 @@ class Digest:
         return at.size * size * width
 
     def _add_samples(self, held: Held, span: Span, end_plane: int) -> int:
+        all_of, scope = self._sample, self.scope
+        planes = (span.first_plane, end_plane) == (0, scope.planes)
+        if planes and span.start_token <= scope.start_token and span.end_token >= scope.end_token:
+            reads = self._foreseen or self._reads(held, np.arange(len(all_of.tokens)))
+        else:
+            inside = (all_of.tokens >= span.start_token) & (all_of.tokens < span.end_token)
+            inside &= (all_of.planes >= span.first_plane) & (all_of.planes < end_plane)
+            reads = self._reads(held, np.flatnonzero(inside))
+        values = self.values.reshape(-1)
+        for slots, _, sums in reads:
+            values[slots] = sums()
+        return sum(width * len(slots) for slots, width, _ in reads)
+
+    def _reads(self, held: Held, slots: NDArray[np.int64]) -> list[Reads]:
         store, all_of = held.store, self._sample
-        slots: slice | NDArray[np.int64] = slice(None)
-        planes, tokens, heads, weights = all_of.planes, all_of.tokens, all_of.heads, all_of.weights
-        whole = span.start_token <= self.scope.start_token and span.end_token >= self.scope.end_token
-        if not whole or span.first_plane or end_plane < self.scope.planes:
-            inside = (tokens >= span.start_token) & (tokens < span.end_token)
-            slots = np.flatnonzero(inside & (planes >= span.first_plane) & (planes < end_plane))
-            planes, tokens, heads, weights = planes[slots], tokens[slots], heads[slots], weights[slots]
+        planes, tokens, heads, weights = (
+            one[slots] for one in (all_of.planes, all_of.tokens, all_of.heads, all_of.weights)
+        )
         if not len(tokens):
-            return 0
+            return []
         widths = store.widths[planes]
         at = store.places(planes, heads + held.head, held.ids(tokens // store.block_size))
         at += (tokens % store.block_size * widths).astype(np.uint64)
-        sums = np.empty(len(at), dtype=np.uint64)
-        for width in store.each_width:
-            mine: Any = slice(None) if len(store.each_width) == 1 else widths == width
-            sums[mine] = store.read(at[None, mine], width, weights[mine, None])[0]
-        self.values.reshape(-1)[slots] = sums
-        return int(widths.sum())
+        if len(store.each_width) == 1:
+            width = store.each_width[0]
+            return [(slots, width, store.prepare(at, width, weights))]
+        found = [(width, np.flatnonzero(widths == width)) for width in store.each_width]
+        return [(slots[of], width, store.prepare(at[of], width, weights[of])) for width, of in found if len(of)]
 
     def to_bytes(self) -> bytes:
         return self.values.astype("<u8").tobytes()
@@ -228,26 +271,28 @@ class Digest:
         """With what the other side made of the same scope at the same depth. Raises `ValueError` if it is not that."""
         if len(computed) != 8 * self.values.size:
             raise ValueError(f"{len(computed)} bytes of digests, {8 * self.values.size} expected")
+        if computed == self.to_bytes():
+            return None
         theirs = np.frombuffer(computed, dtype="<u8").reshape(self.values.shape)
         bad = np.argwhere(theirs != self.values)
-        if not len(bad):
-            return None
-        plane, slot = (int(index) for index in bad[0])
-        start, end = self._tokens_of(plane, slot)
-        pair = int(theirs[plane, slot]), int(self.values[plane, slot])
+        row, slot = (int(index) for index in bad[0])
+        plane, start, end = self._place(row, slot)
+        pair = int(theirs[row, slot]), int(self.values[row, slot])
         return Difference(plane, start, end, *pair, len(bad), self.values.size)
 
-    def _tokens_of(self, plane: int, slot: int) -> tuple[int, int]:
+    def _place(self, row: int, slot: int) -> tuple[int, int, int]:
+        """(plane, first token, end) of one value."""
         if self.depth != "full":
-            token = int(self._sample.tokens[plane * SAMPLES + slot])
-            return token, token + 1
+            plane, token = (int(one[row * SAMPLES + slot]) for one in (self._sample.planes, self._sample.tokens))
+            return plane, token, token + 1
         start = (self.scope.start_token // self._unit + slot) * self._unit
-        return max(start, self.scope.start_token), min(start + self._unit, self.scope.end_token)
+        return row, max(start, self.scope.start_token), min(start + self._unit, self.scope.end_token)
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Where `sample` looks, (planes * SAMPLES,) each: planes, tokens, heads from the scope's first on, coefficients."""
+    """Where `sample` looks, SAMPLES for each plane looked at: planes, tokens, heads from the scope's first on,
+    coefficients."""
 
     planes: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -259,17 +304,21 @@ class Sample:
 def sampled(scope: Scope, transfer_id: TransferId) -> Sample:
     """Both sides draw the same. Kept for a while: whoever calls this before the KV comes saves the time afterwards."""
     seed = int.from_bytes(hashlib.blake2b(transfer_id.encode(), digest_size=8).digest())
-    steps = np.arange(scope.planes * SAMPLES * 2, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
-    where, anywhere, which, heads = mixed(steps).reshape(SAMPLES * 2, scope.planes)
-    planes = np.arange(scope.planes, dtype=np.uint64)
     start, end, unit = scope.start_token, scope.end_token, scope.unit
+    blocks = (end - 1) // unit - start // unit + 1
+    count = min(scope.planes, max(-(-scope.planes // LEAST_SHARE), blocks))
+    planes = ((np.arange(count) * scope.planes // count + seed % scope.planes) % scope.planes).astype(np.int64)
+    steps = np.arange(count * SAMPLES * 2, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
+    where, anywhere, which, heads = mixed(steps).reshape(SAMPLES * 2, count)
     edges = [(start, min(end, (start // unit + 1) * unit)), (max(start, (end - 1) // unit * unit), end)]
-    firsts, ends = np.array(edges, dtype=np.uint64)[(planes + np.uint64(seed)) % np.uint64(2)].T
+    firsts, ends = np.array(edges, dtype=np.uint64)[
+        (np.arange(count, dtype=np.uint64) + np.uint64(seed)) % np.uint64(2)
+    ].T
     at_edge = firsts + where % (ends - firsts)
     part, length = np.argsort(which).astype(np.uint64), np.uint64(end - start)
-    spread = np.uint64(start) + (part * length + anywhere % length) // np.uint64(scope.planes)
+    spread = np.uint64(start) + (part * length + anywhere % length) // np.uint64(count)
     tokens = np.stack((at_edge, spread), axis=1).astype(np.int64).ravel()
     share = np.uint64(scope.heads)
     of_both = np.stack((heads % share, (heads >> np.uint64(32)) % share), axis=1).astype(np.int64).ravel()
-    every = np.repeat(np.arange(scope.planes), SAMPLES)
+    every = np.repeat(planes, SAMPLES)
     return Sample(every, tokens, of_both, of_tokens(tokens) * of_heads(every, of_both + scope.first_head))

@@ -469,9 +469,8 @@ class TransferCore:
                 self._landed(instruction)
 
     def _send(self, key: str, message: wire.Message) -> None:
-        self._peers.send(key, self._verifier.closing(key, message))
         peer = self._peers.by_key.get(key)
-        if peer is not None:
+        if self._peers.send(key, self._verifier.closing(key, message)) and peer is not None:
             self._verifier.said(peer, message, self._rendezvous.register_of)
 
     def _post(self, op: Op, key: str, register: wire.Register, source_block_ids: tuple[int, ...], span: Span) -> None:

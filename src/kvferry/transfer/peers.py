@@ -176,17 +176,18 @@ class Peers:
             peer.heard_at, peer.redial_at = self._clock(), None
         return peer
 
-    def send(self, key: str, message: Message) -> None:
-        """What can't be sent means that the peer is lost; to one that is only being dialled nothing can be."""
+    def send(self, key: str, message: Message) -> bool:
+        """Whether it has left. What can't be sent means that the peer is lost: the one that has its key afterwards, if
+        any, is being dialled anew, and to such a one nothing can be sent."""
         peer = self.by_key.get(key)
         if peer is not None and peer.stage is Stage.DIALING:
-            return
-        if self._channel.send(key, codec.encode(message)):
-            peer = self.by_key.get(key)
-            if peer is not None:
-                peer.said_at = self._clock()
-        else:
+            return False
+        if not self._channel.send(key, codec.encode(message)):
             self._lose(key, "peer_gone", "the connection was lost", False)
+            return False
+        if peer is not None:
+            peer.said_at = self._clock()
+        return True
 
     def _introduction(self) -> dict[str, Any]:
         """The fields of a `Greeting`."""
@@ -236,8 +237,8 @@ class Peers:
         peer = Peer(key, Stage.WARMING, greeting=hello, agent=agent, heard_at=now, said_at=now, met_at=now)
         peer.note = secrets.token_bytes(16)
         self.by_key[key] = peer
-        self.send(key, Welcome(**self._introduction()))
-        self._warm_up(peer, "WRITE")
+        if self.send(key, Welcome(**self._introduction())):
+            self._warm_up(peer, "WRITE")
 
     def _check_agent(self, agent: PeerName, hello: Hello) -> None:
         """Losing a peer removes its agent, so nobody may come with another's."""
@@ -308,7 +309,8 @@ class Peers:
         due = peer.note if dialled else peer.told_warm  # P is the last to say it, so that D drives its agent until then
         if peer.warm_handle is None and peer.stage is Stage.WARMING and not peer.warmed and due:
             peer.warmed = True
-            self.send(peer.key, Warm(echo=peer.note) if dialled else Warm())
+            if not self.send(peer.key, Warm(echo=peer.note) if dialled else Warm()):
+                return None
         if peer.warmed and peer.told_warm and peer.stage is Stage.WARMING:
             peer.stage = Stage.UP
             log.info("%s rank %d: connected to %s", self._identity.engine_id, self._identity.rank, peer.name)

@@ -16,7 +16,7 @@ from kvferry.config import ConnectorConfig
 from kvferry.errors import KvMismatch
 from kvferry.ids import RegistrationId, TransferId
 from kvferry.protocol import messages as wire
-from kvferry.protocol.digest import Digest, Held, Scope, Store, sampled, weaker
+from kvferry.protocol.digest import Digest, Held, Scope, sampled, weaker
 from kvferry.protocol.layout import HeadShare, heads_of
 from kvferry.protocol.plan import total_bytes
 from kvferry.protocol.stream import Span
@@ -25,8 +25,9 @@ from kvferry.transfer.audit import block_digests
 from kvferry.transfer.fabric import Op
 from kvferry.transfer.peers import Identity, Peer
 from kvferry.transfer.stats import Recorder
-from kvferry.transfer.words import reader
+from kvferry.transfer.words import store_of
 
+_MOST_FORESEEN = 256
 ShareWith = Callable[[Op, Peer], HeadShare | None]
 RegisterOf = Callable[[str, RegistrationId], wire.Register | None]
 
@@ -58,8 +59,9 @@ class Verifier:
         self._identity, self._layout = identity, layout
         self._depth, self._audits = config.verify_kv, config.audit
         self._share_with, self._story, self._clock, self._stats = share_with, story, clock, stats
-        self._store = Store(layout, reader(layout)) if self._depth != "off" else None
+        self._store = store_of(layout) if self._depth != "off" else None
         self._open: dict[tuple[str, RegistrationId], _Account] = {}
+        self._foreseen: dict[tuple[str, RegistrationId], tuple[wire.Register, Digest]] = {}  # D, the last few
 
     def said(self, peer: Peer, message: wire.Message, register_of: RegisterOf) -> None:
         """This went to a peer. `register_of`: P's registrations that have not ended."""
@@ -75,8 +77,16 @@ class Verifier:
         share = self._share_with(op, peer)
         if share is None or not share.count or not 0 <= register.start_token < register.end_token:
             return
-        if weaker(self._depth, register.verify) == "sample":
-            sampled(self._scope(op, peer, register, share), register.transfer_id)
+        if self._store is None or weaker(self._depth, register.verify) != "sample":
+            return
+        scope = self._scope(op, peer, register, share)
+        sampled(scope, register.transfer_id)
+        if op == "READ":
+            digest = Digest(scope, "sample", register.transfer_id)
+            digest.foresee(self._landing_in(register, share))
+            self._foreseen[peer.key, register.reg_id] = register, digest
+            while len(self._foreseen) > _MOST_FORESEEN:
+                del self._foreseen[next(iter(self._foreseen))]
 
     # -- the prefill side -------------------------------------------------------------------------------------------
 
@@ -115,12 +125,14 @@ class Verifier:
 
     def gone(self, peer: str) -> None:
         self._open = {key: account for key, account in self._open.items() if key[0] != peer}
+        self._foreseen = {key: known for key, known in self._foreseen.items() if key[0] != peer}
 
     # -- the decode side --------------------------------------------------------------------------------------------
 
     def fault(self, peer: Peer, register: wire.Register, message: wire.Landed) -> tuple[str, str]:
         """(code, reason) if what landed is not what was registered for, or not what P computed; else ('', '')."""
         share = self._share_with("READ", peer)
+        foreseen = self._foreseen.pop((peer.key, register.reg_id), None)
         if share is None:
             return "", ""
         if register.mode != "pull":
@@ -130,9 +142,11 @@ class Verifier:
         if message.verify == "off" or self._store is None:
             return "", ""
         began, me = self._clock(), self._identity
-        digest = Digest(self._scope("READ", peer, register, share), message.verify, register.transfer_id)
-        first_block = register.start_token // self._layout.block_size
-        held = Held(store=self._store, head=share.dst_head_start, block_ids=register.block_ids, first_block=first_block)
+        if foreseen is not None and message.verify == "sample" and foreseen[0] is register:
+            digest = foreseen[1]
+        else:
+            digest = Digest(self._scope("READ", peer, register, share), message.verify, register.transfer_id)
+        held = self._landing_in(register, share)
         nbytes = digest.add(held, Span(register.start_token, register.end_token))
         found = digest.compare(message.digests)
         self._told(register.transfer_id, "verified", message.verify, nbytes, self._clock() - began)
@@ -140,7 +154,7 @@ class Verifier:
             return "", ""
         block = found.start_token // self._layout.block_size
         reason = (
-            f"layer {found.plane}, block {register.block_ids[block - first_block]}, tokens {found.start_token} to "
+            f"layer {found.plane}, block {register.block_ids[block - held.first_block]}, tokens {found.start_token} to "
             f"{found.end_token - 1}: {peer.name} computed {found.computed:016x}, {found.landed:016x} landed on "
             f"{me.engine_id} rank {me.rank}; {found.count} of {found.of} digests differ"
         )
@@ -153,6 +167,12 @@ class Verifier:
         if self._audits:
             digests = block_digests(self._layout, block_ids)
             self._story.note(transfer_id, "audit", first_block=first_block, digests=digests)
+
+    def _landing_in(self, register: wire.Register, share: HeadShare) -> Held:
+        """On D: where a registration's KV is."""
+        assert self._store is not None
+        first_block, blocks = register.start_token // self._layout.block_size, register.block_ids
+        return Held(store=self._store, head=share.dst_head_start, block_ids=blocks, first_block=first_block)
 
     def _scope(self, op: Op, peer: Peer, register: wire.Register, share: HeadShare) -> Scope:
         first = heads_of(self._identity.rank, self._identity.tp_size, self._layout.total_heads)[0]

@@ -7,13 +7,14 @@ rows of all planes are read in one go, however they are allocated.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import ConfigError
-from kvferry.protocol.digest import U64, Read, row_sums, within_token, word_type
+from kvferry.protocol.digest import U64, Store, by_half, row_sums, within_token, word_type
 from kvferry.protocol.messages import Layout
 from kvferry.transfer.raw import device_array, host_array
 
@@ -27,12 +28,13 @@ _AT_ONCE_ON_DEVICE = 1 << 24
 """The same where a launch costs more than a look at the memory; the device needs three times as much for it."""
 
 
-def reader(layout: Layout) -> Read:
+def store_of(layout: Layout) -> Store:
     """Raises `ConfigError` for device memory that can't be read in words."""
     if layout.device == "cpu":
-        return HostWords(layout).sums
+        host = HostWords(layout)
+        return Store(layout, host.sums, host.prepare)
     lowest, end = extent(layout)
-    return DeviceWords(layout, device_array(lowest, (end - lowest,), "|u1", layout.device)).sums
+    return Store(layout, DeviceWords(layout, device_array(lowest, (end - lowest,), "|u1", layout.device)).sums)
 
 
 def extent(layout: Layout) -> tuple[int, int]:
@@ -73,6 +75,18 @@ class HostWords:
             column = np.arange(first, first + len(words)) % columns
             out[first : first + rows] = row_sums(words, token_bytes, weights[column])
         return out.reshape(addresses.shape)
+
+    def prepare(self, addresses: U64, token_bytes: int, weights: U64) -> Callable[[], U64]:
+        """See `protocol.digest.Prepare`. Few calls: what is not in the caches costs more than what they do."""
+        view, step = self._rows(token_bytes, token_bytes)
+        at = ((addresses - np.uint64(self._lowest)) // np.uint64(step)).astype(np.int64)
+        factors, halves = by_half(token_bytes), np.dtype("<u4") if view.itemsize == 8 else view.dtype
+
+        def sums() -> U64:
+            found: U64 = (view[at].view(halves).astype(np.uint64) @ factors) * weights
+            return found
+
+        return sums
 
     def _made(self, token_bytes: int, row_bytes: int) -> tuple[NDArray[Any], int]:
         """(places, words) view of the rows that begin at each place, and how far apart places are."""

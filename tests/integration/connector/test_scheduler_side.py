@@ -12,6 +12,8 @@ pytest.importorskip("vllm", reason="vllm is not installed: run `make setup`")
 from kvferry.config import connector_config
 from kvferry.connector.metadata import StepMetadata
 from kvferry.connector.scheduler_side import SchedulerSide
+from kvferry.errors import InvariantBroken
+from kvferry.ids import TransferId
 from kvferry.story import Story
 
 BLOCK = 16
@@ -59,7 +61,7 @@ class Output:
 
 
 def side(role: str) -> SchedulerSide:
-    return SchedulerSide(connector_config({}, {}), role, "engine", 1, BLOCK, Story(None, "x"))
+    return SchedulerSide(connector_config({"debug_invariants": True}, {}), role, "engine", 1, BLOCK, Story(None, "x"))
 
 
 def source(request_id: str = "r", **more: Any) -> Request:
@@ -267,3 +269,35 @@ def test_both_roles_in_one_engine() -> None:
     made = step(one, {"out": 40})
     assert [x.request for x in made.expects] == [x.request for x in made.readies] == ["out"]
     assert [x.request for x in made.lands] == ["in"] and not made.idle
+
+
+class TestInvariants:
+    """With `debug_invariants` each step looks; all tests above run with it."""
+
+    @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+    def test_what_is_left_of_an_ended_request_ends_the_engine(self, role: str) -> None:
+        one = side(role)
+        request = source() if role == "kv_producer" else landing()
+        one.on_new_request(request)
+        step(one)
+        assert one._live is not None
+        one._live.discard("r")  # as if the engine were done with it, and nobody had told us
+        with pytest.raises(InvariantBroken, match=r"engine, scheduler: (sources|landings) of ended requests are left"):
+            step(one)
+
+    def test_a_source_that_was_released_and_not_forgotten(self) -> None:
+        p, request = side("kv_producer"), source()
+        p.on_new_request(request)
+        step(p, {"r": 40})
+        request.num_computed_tokens = 40
+        p.finished(request, [10, 11, 12])
+        step(p)
+        p._sources["r"].released = True
+        with pytest.raises(InvariantBroken, match="sources that nobody waits for"):
+            step(p)
+
+    def test_a_transfer_id_that_nobody_has(self) -> None:
+        p = side("kv_producer")
+        p._transfer_ids.add(TransferId("lost"))
+        with pytest.raises(InvariantBroken, match=r"transfer ids .*lost"):
+            step(p)

@@ -6,7 +6,10 @@ import pytest
 from transfer_house import DP, PP, expect, land, pair, randomise, ready, same
 
 from kvferry.errors import FabricError
+from kvferry.protocol import codec
+from kvferry.protocol import messages as wire
 from kvferry.transfer import commands as cmd
+from kvferry.transfer.channel import Down
 
 
 def test_c42_a_write_that_cannot_be_posted_is_told_at_once(house):
@@ -394,4 +397,43 @@ def test_transfer_id_used_twice_frees_both_requests(house):
     house.run()
     assert [(r.request, r.ok) for r in p.results] == [("two", False), ("one", True)]
     assert d.results[0].ok and same(p, d, (1, 2, 3), (7, 5, 9))
+    house.settled()
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["registration", "last greeting"])
+def test_what_cannot_be_sent_any_more_ends_with_its_peer(house, mode, warm):
+    """The connection breaks, and D, which has not heard of it yet, has something to say on it."""
+    p = house.rank("P", "producer", PP, mode=mode)
+    d = house.rank("D", "consumer", DP, mode=mode, peers=[f"127.0.0.1:{PP}"])
+    (channel,) = {d.core._channel}
+    said = channel.send
+    if warm:
+        house.run()
+
+    def broken(key, data):
+        kind = type(codec.decode(data)) if data else None
+        if kind is (wire.Register if warm else wire.Warm):
+            channel.send = said
+            for link in [one for one in house.network.links if one.dialler is channel]:
+                house.network.links.remove(link)
+                link.listener.events.append(Down(link.listener_key))
+            return False
+        return said(key, data)
+
+    channel.send = broken
+    expect(p, mode=mode)
+    land(d, mode=mode)
+    house.wait(3.0)
+    assert channel.send == said, "nothing was said"
+    randomise(p)
+    ready(p)
+    house.wait(2.0)
+    if warm:
+        assert [one.code for one in d.failing + d.results] == ["peer_gone"] * 2
+        land(d, "again", mode)
+        expect(p, "again", mode)
+        ready(p, "again")
+        house.wait(2.0)
+        house.wait(35.0)  # the first one's source waits for its lease
+    assert d.results[-1].ok and same(p, d, (1, 2, 3), (7, 5, 9))
     house.settled()
