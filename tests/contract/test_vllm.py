@@ -23,6 +23,7 @@ ARGS = (
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     "--max-logprobs=5",
+    "--enable-scale-out",
 )
 ENGINE = {"dtype": "float32", "vllm_args": ARGS, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
 missing = [name for name in ("vllm", "torch") if importlib.util.find_spec(name) is None]

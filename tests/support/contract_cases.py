@@ -514,6 +514,11 @@ GENERAL = (
         "tests/integration/router/test_router_failures.py",
     ),
     (
+        "A client without a key is served where the router has the engines' (`--api-key`).",
+        "The key is the router's then; a client's own key goes before it, and to both engines.",
+        "tests/integration/router/test_router_requests.py",
+    ),
+    (
         "`/health`, `/metrics` and `/v1/models` are the router's own.",
         "Models are those that both sides serve.",
         "tests/integration/router/test_router_requests.py",
