@@ -110,6 +110,20 @@ def test_c07_prompt_logprobs_only_for_prefill() -> None:
     assert plan.prompt_logprobs is None and "prompt_logprobs" not in p and "prompt_logprobs" not in d
 
 
+def test_a_decode_engine_that_is_alone_tells_all() -> None:
+    """With local prefill nobody else could."""
+    plan = openai.read(CHAT, {"messages": [], "prompt_logprobs": 2})
+    assert openai.decode_body(plan, plan.parts[0], None) == {"messages": [], "prompt_logprobs": 2}
+    sampling = {"max_tokens": 3, "prompt_logprobs": 1}
+    plan = openai.read(openai.GENERATE, {"token_ids": [1], "sampling_params": sampling})
+    assert openai.decode_body(plan, plan.parts[0], None) == {"token_ids": [1], "sampling_params": sampling}
+    assert openai.decode_body(plan, plan.parts[0], PARAMS)["sampling_params"] == {"max_tokens": 3}
+    assert openai.prefill_body(plan, plan.parts[0], PARAMS)["sampling_params"]["prompt_logprobs"] == 1
+    body = {"prompt": "a", "echo": True, "logprobs": 1}
+    plan = openai.read(COMPLETIONS, body)
+    assert openai.decode_body(plan, plan.parts[0], None) == body
+
+
 def test_echo_alone_is_decodes() -> None:
     _, p, d = legs(COMPLETIONS, {"prompt": "a", "echo": True})
     assert "echo" not in p and d["echo"] is True

@@ -216,9 +216,13 @@ def _model(body: Body) -> str | None:
 
 
 def decode_body(plan: Plan, part: Body, params: Body | None) -> Body:
-    """D's leg of one part: the client's, and the transfer's parameters."""
+    """D's leg of one part: the client's, and the transfer's parameters. `params` None: D computes the prompt itself."""
     if params is None:
-        return part
+        if plan.prompt_logprobs is None:
+            return part
+        if plan.route == GENERATE:
+            return part | {"sampling_params": part["sampling_params"] | plan.prompt_logprobs}
+        return part | {"prompt_logprobs": plan.prompt_logprobs}
     body = part | {"kv_transfer_params": params}
     if plan.echo:
         # D would compute the prompt's logprobs anew. Its ids are those that one engine shows beside an echo.
