@@ -221,7 +221,7 @@ async def test_a_prefill_engine_that_cannot_tell_its_progress_binds_when_it_is_d
 
 async def test_each_part_of_a_request_is_bound_by_itself() -> None:
     async def second_fails(call: Call) -> web.StreamResponse:
-        return await (refuse(500, BROKEN)(call) if call.body["prompt"] == "b" else prefill_ok(call))
+        return await (refuse(500, BROKEN)(call) if call.body["prompt"] == ["b"] else prefill_ok(call))
 
     async with binding("at=50") as (pair, gate):
         asking = asyncio.create_task(pair.complete(prompt=["a", "b"]))
