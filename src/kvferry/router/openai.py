@@ -122,9 +122,8 @@ def _read_generate(clean: Body, model: str | None, stream: bool, usage: bool) ->
     if isinstance(sampling, dict):
         n = _count(sampling.get("n"))
         kept = {key: value for key, value in sampling.items() if key not in PROMPT_SCORES}
-        prompt_logprobs = {key: sampling[key] for key in PROMPT_SCORES if key in sampling} or None
-        if prompt_logprobs is not None:
-            clean = clean | {"sampling_params": kept}
+        prompt_logprobs = {key: sampling[key] for key in PROMPT_SCORES if sampling.get(key) is not None} or None
+        clean = clean | {"sampling_params": kept}
     return Plan(
         route=GENERATE,
         model=model,
@@ -141,12 +140,23 @@ def _count(n: object) -> int:
 
 
 def sanitised(body: Body) -> Body:
-    """A copy without what a client must not say."""
-    clean = {key: value for key, value in body.items() if key not in UNTRUSTED}
-    extra = clean.get("vllm_xargs")
-    if isinstance(extra, dict) and not extra.keys().isdisjoint(UNTRUSTED):
-        clean["vllm_xargs"] = {key: value for key, value in extra.items() if key not in UNTRUSTED}
+    """A copy without what a client must not say, in each place where an engine would read it."""
+    clean = _without_peers(body)
+    _clean_inside(clean, "vllm_xargs")
+    sampling = clean.get("sampling_params")
+    if isinstance(sampling, dict):
+        clean["sampling_params"] = dict(sampling)
+        _clean_inside(clean["sampling_params"], "extra_args")
     return clean
+
+
+def _clean_inside(place: Body, name: str) -> None:
+    if isinstance(place.get(name), dict):
+        place[name] = _without_peers(place[name])
+
+
+def _without_peers(facts: Body) -> Body:
+    return {key: value for key, value in facts.items() if key not in UNTRUSTED}
 
 
 def prefill_body(plan: Plan, part: Body, params: Body) -> Body:
