@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import pytest
-from contract_cases import CASES, CHAT, Case, chat
+from contract_cases import CASES, CHAT, GENERATE, LONG, TOOL, Case, chat, text
 from contract_check import check, resolved, send
 from vllm_tier import asking, deployed
 
@@ -23,8 +23,11 @@ ARGS = (
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
     "--max-logprobs=5",
+    "--enable-scale-out",
 )
-ENGINE = {"dtype": "float32", "vllm_args": ARGS, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+# uncompiled: the ranks of logprobs alone would cost a minute of compiling on each engine
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+ENGINE = {"dtype": "float32", "vllm_args": ARGS, "env": ENV}
 missing = [name for name in ("vllm", "torch") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.vllm,
@@ -80,3 +83,40 @@ async def test_c62_the_second_time_most_is_cached(sides: Sides, session: aiohttp
     # the beginning of the chat may be that of an earlier case
     assert cached[0] < cached[1] == cached[2] == (prompt - 1) // 32 * 32
     assert [usage["completion_tokens"] for usage in counts] == [counts[0]["completion_tokens"]] * 3
+
+
+async def test_cached_tokens_of_several_prompts_are_summed(sides: Sides, session: aiohttp.ClientSession) -> None:
+    """A documented difference: one engine gives the number of its last prompt."""
+    prompts = [f"sum, {name} " + LONG for name in ("first", "second")]
+    case = Case(name="sum", body=text("", prompt=prompts, max_tokens=2))
+    for url in (sides.one, sides.pair):
+        await send(session, url, case, sides.model)
+    one, pair = [json.loads((await send(session, url, case, sides.model)).raw) for url in (sides.one, sides.pair)]
+    assert pair["choices"] == one["choices"]
+    cached = [side["usage"].pop("prompt_tokens_details")["cached_tokens"] for side in (one, pair)]
+    assert pair["usage"] == one["usage"] and cached[1] == 2 * cached[0] > 0
+
+
+async def test_c71_rendered_by_one_and_generated_by_the_pair(sides: Sides, session: aiohttp.ClientSession) -> None:
+    """C71: a chat with a system message and tools, rendered to ids, generated from them, and made a chat again, gives
+    what one engine makes of it; the ids are those that the engine makes itself."""
+    body = chat("C71", tools=[TOOL], tool_choice="required", max_tokens=48, temperature=0)
+
+    async def ask(url: str, route: str, asked: dict) -> dict:
+        reply = await send(session, url, Case(name="C71", route=route, body=asked), sides.model)
+        assert reply.status == 200, reply.raw
+        facts: dict = json.loads(reply.raw)
+        return facts
+
+    whole = await ask(sides.one, CHAT, body | {"return_token_ids": True})
+    rendered = await ask(sides.pair, CHAT + "/render", body)
+    assert rendered["token_ids"] == whole["prompt_token_ids"]
+    made = await ask(sides.pair, GENERATE, rendered)
+    assert made["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+    assert made["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    back = {"generate_response": made, "chat_request": {"model": sides.model} | body}
+    message = (await ask(sides.pair, CHAT + "/derender", back))["choices"][0]["message"]
+    assert [call["function"] for call in message["tool_calls"]] == [
+        call["function"] for call in whole["choices"][0]["message"]["tool_calls"]
+    ]
+    assert message["tool_calls"] and message["content"] == whole["choices"][0]["message"]["content"]

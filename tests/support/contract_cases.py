@@ -228,7 +228,18 @@ _CHATS = (
     talk("chat, max_completion_tokens", max_tokens=None, max_completion_tokens=5),
     talk("chat, no limit", max_tokens=None, stop=["."], ignore_eos=False),
     talk("chat, max_tokens 0", status=400, max_tokens=0),
-    talk("chat, n above 1", tiers=BOTH, n=3, temperature=0.8, seed=7),
+    talk("chat, n above 1", n=3, temperature=0.8, seed=7),
+    Case(
+        name="chat, n above 1, with a prefix cache",
+        route=CHAT,
+        body=chat("n and a cache", n=3, temperature=0.8, seed=7),
+        tiers=VLLM,
+        differs=Differs(
+            why="one engine tells of a choice that found the prompt in the cache, where a sibling had just put it; the "
+            "prefill engine computes the prompt once, and says so",
+            fields=("usage.prompt_tokens_details",),
+        ),
+    ),
     talk("chat, n above 1, streamed", n=3, temperature=0.8, seed=7, stream=True, stream_options=USAGE),
     talk("chat, logprobs", tiers=BOTH, logprobs=True, top_logprobs=2),
     talk("chat, logprobs, streamed", logprobs=True, top_logprobs=2, stream=True),
@@ -512,6 +523,11 @@ GENERAL = (
         "tokens.",
         "It is P's, which is asked for one; elsewhere D, asked as the client asked, says it first.",
         "tests/integration/router/test_router_failures.py",
+    ),
+    (
+        "A client without a key is served where the router has the engines' (`--api-key`).",
+        "The key is the router's then; a client's own key goes before it, and to both engines.",
+        "tests/integration/router/test_router_requests.py",
     ),
     (
         "`/health`, `/metrics` and `/v1/models` are the router's own.",

@@ -103,11 +103,36 @@ def test_c67_the_clients_body_is_not_changed() -> None:
     assert plan.prompt_logprobs is None
 
 
+def test_c67_nor_inside_of_sampling_params() -> None:
+    """C67: vLLM reads them in `extra_args` too."""
+    extra = {"kv_transfer_params": {"remote_host": "h"}, "ec_transfer_params": 1, "mine": 2}
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 3, "extra_args": extra}}
+    before = json.dumps(body)
+    _, p, d = legs(openai.GENERATE, body)
+    assert p["sampling_params"]["extra_args"] == d["sampling_params"]["extra_args"] == {"mine": 2}
+    assert openai.untouched(openai.GENERATE, body).parts[0]["sampling_params"]["extra_args"] == {"mine": 2}
+    assert json.dumps(body) == before
+
+
 def test_c07_prompt_logprobs_only_for_prefill() -> None:
     plan, p, d = legs(CHAT, {"messages": [], "prompt_logprobs": 0})
     assert plan.prompt_logprobs == 0 and p["prompt_logprobs"] == 0 and "prompt_logprobs" not in d
     plan, p, d = legs(CHAT, {"messages": [], "prompt_logprobs": 0, "stream": True})
     assert plan.prompt_logprobs is None and "prompt_logprobs" not in p and "prompt_logprobs" not in d
+
+
+def test_a_decode_engine_that_is_alone_tells_all() -> None:
+    """With local prefill nobody else could."""
+    plan = openai.read(CHAT, {"messages": [], "prompt_logprobs": 2})
+    assert openai.decode_body(plan, plan.parts[0], None) == {"messages": [], "prompt_logprobs": 2}
+    sampling = {"max_tokens": 3, "prompt_logprobs": 1}
+    plan = openai.read(openai.GENERATE, {"token_ids": [1], "sampling_params": sampling})
+    assert openai.decode_body(plan, plan.parts[0], None) == {"token_ids": [1], "sampling_params": sampling}
+    assert openai.decode_body(plan, plan.parts[0], PARAMS)["sampling_params"] == {"max_tokens": 3}
+    assert openai.prefill_body(plan, plan.parts[0], PARAMS)["sampling_params"]["prompt_logprobs"] == 1
+    body = {"prompt": "a", "echo": True, "logprobs": 1}
+    plan = openai.read(COMPLETIONS, body)
+    assert openai.decode_body(plan, plan.parts[0], None) == body
 
 
 def test_echo_alone_is_decodes() -> None:

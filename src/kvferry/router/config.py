@@ -87,7 +87,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Side channel and model list are asked this often while an engine is well: they change only with a restart."""
     connect_timeout_s: float = 5.0
     hold_s: float = 0.25
-    """How long a failure of D waits for P's, which says more. D's first token waits for nothing: it exists only because
+    """How long a failure of D waits for P's, which says more; and a refusal of P's for D's, which got the client's own
+    body and says it more exactly. D's first token waits for nothing: it exists only because
     P's KV has landed, or because D needed none of it."""
     allow_local_prefill: bool = False
     """With no prefill engine ready, let D compute the prompt itself (counted, and warned about)."""

@@ -136,9 +136,8 @@ def _read_generate(clean: Body, model: str | None, stream: bool, usage: bool) ->
     if isinstance(sampling, dict):
         n = _count(sampling.get("n"))
         kept = {key: value for key, value in sampling.items() if key not in PROMPT_SCORES}
-        prompt_logprobs = {key: sampling[key] for key in PROMPT_SCORES if key in sampling} or None
-        if prompt_logprobs is not None:
-            clean = clean | {"sampling_params": kept}
+        prompt_logprobs = {key: sampling[key] for key in PROMPT_SCORES if sampling.get(key) is not None} or None
+        clean = clean | {"sampling_params": kept}
     return Plan(
         route=GENERATE,
         model=model,
@@ -231,9 +230,13 @@ def _model(body: Body) -> str | None:
 
 
 def decode_body(plan: Plan, part: Body, params: Body | None) -> Body:
-    """D's leg of one part: the client's, and the transfer's parameters."""
+    """D's leg of one part: the client's, and the transfer's parameters. `params` None: D computes the prompt itself."""
     if params is None:
-        return part
+        if plan.prompt_logprobs is None:
+            return part
+        if plan.route == GENERATE:
+            return part | {"sampling_params": part["sampling_params"] | plan.prompt_logprobs}
+        return part | {"prompt_logprobs": plan.prompt_logprobs}
     body = part | {"kv_transfer_params": params}
     if plan.echo:
         # D would compute the prompt's logprobs anew. Its ids are those that one engine shows beside an echo.

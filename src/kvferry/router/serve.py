@@ -176,6 +176,9 @@ class Generation:
     # -- after them
 
     async def _whole(self, plan: Plan, answers: Sequence[Answer]) -> web.Response:
+        if plan.echo or plan.prompt_logprobs is not None:
+            for exchange in self._exchanges:
+                self._expect_prefill(exchange)
         replies = [exchange.prefill_reply for exchange in self._exchanges]
         echoes = [await self._echo(plan, exchange) for exchange in self._exchanges] if plan.echo else ()
         body = merge.finish(plan, [answer.body for answer in answers], replies, echoes)
@@ -218,10 +221,17 @@ class Generation:
         )
 
     async def _echo(self, plan: Plan, exchange: Exchange) -> Echo | None:
+        self._expect_prefill(exchange)
         if exchange.prefill_reply is None:
             return None
         ids = bool(plan.parts[0].get("return_token_ids"))
         return Echo(exchange.prefill_reply, "" if ids else await exchange.prompt_text(), ids=ids)
+
+    def _expect_prefill(self, exchange: Exchange) -> None:
+        """Raises `LegFailed`: without P's reply the answer would lack what the client asked for."""
+        if exchange.prefill is not None and exchange.prefill_reply is None:
+            url = exchange.prefill.url
+            raise LegFailed(f"prefill engine {url} did not tell the prompt's logprobs", side="prefill", peer=url)
 
     def _first_token(self) -> None:
         self._ttft = time.monotonic() - self._begun

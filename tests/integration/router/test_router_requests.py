@@ -28,6 +28,7 @@ from scripted import (
     usage,
 )
 
+from kvferry.router import dispatch
 from kvferry.router.dialect import UPSTREAM_PREFILL
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -489,6 +490,16 @@ async def test_c08_echo_with_logprobs_is_merged() -> None:
         assert pair.p.calls[0].body["echo"] is True and pair.p.calls[0].body["logprobs"] == 1
         d = pair.d.calls[0].body
         assert "echo" not in d and "prompt_logprobs" not in d and d["logprobs"] == 1
+
+
+@pytest.mark.parametrize("body", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}])
+async def test_an_answer_never_lacks_what_prefill_was_to_tell(body: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C07, C08: P's answer doesn't come; the client hears so, instead of half a reply."""
+    monkeypatch.setattr(dispatch, "PREFILL_TAIL_S", 0.05)
+    async with serving() as pair:
+        pair.p.script = hang
+        status, _, raw = await pair.complete(**body)
+        assert status == 502 and error_of(raw)["side"] == "prefill"
 
 
 async def test_an_echo_without_an_answer_is_prefills_alone() -> None:
