@@ -295,7 +295,7 @@ class Exchange:
         unready = self.prefill is not None and not (self._prefill_ok.is_set() and self.bound)
         waiting = self.prefill if self.prefill is not None and unready else self.decode
         limit = self._services.config.request_timeout_s
-        if not self.landed:
+        if not (self.landed or self._closed):
             self._leg(waiting.role).settle("failed")
         message = f"{waiting.role} engine {waiting.url} did not finish within the request deadline of {limit:g} s"
         return LegFailed(message, side=waiting.role, peer=waiting.url, cause=TransferTimeout(message))

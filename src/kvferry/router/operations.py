@@ -20,6 +20,7 @@ from kvferry.router.pool import Engine, Pool, Role
 from kvferry.router.replies import Refusal, error_response
 from kvferry.router.services import Services
 from kvferry.router.spec import parse_spec
+from kvferry.transfer.inquiry import endpoint
 
 MOST_BODY = 64 * 1024
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
@@ -139,7 +140,7 @@ def engine_facts(pool: Pool, engine: Engine) -> dict[str, Any]:
         "circuit": engine.standing.state.name.lower(),
         "ejected_for_s": round(pool.ejected_for(engine.role, engine.url), 1),
         "recent": {"good": int(standing.good), "bad": int(standing.bad)},
-        "side_channel": f"{spec.side_host}:{spec.side_port}",
+        "side_channel": endpoint(spec.side_host, spec.side_port).removeprefix("tcp://"),
         "engine_id": about.engine_id if about is not None else spec.engine_id,
         "tp": about.tp_size if about is not None else spec.tp,
         "models": sorted(engine.models or ()),
