@@ -67,10 +67,11 @@ class Exchange:
         self._ask, self._choose = ask or Ask(), choose
         self._placed: dict[str, Placement] = {}
         """Role -> where that leg is."""
-        self.prefill = prefill
         self._services = services
+        self._decode: Engine | None = None
+        self.prefill = prefill
         if prefill is not None:
-            self._place(prefill, computes=True, decodes=False)
+            self._place(prefill)
         if prefill is None or not services.config.bind_percent:
             self._place_decode()
         self.prefill_reply: Body | None = None
@@ -88,29 +89,37 @@ class Exchange:
         self._begun = time.monotonic()
         self._prefilled_at = 0.0
         """When P had answered, on the clock of `_begun`."""
+        for engine in self._engines():
+            engine.in_flight += 1
 
     @property
     def bound(self) -> bool:
         """D is chosen."""
-        return "decode" in self._placed
+        return self._decode is not None
 
     @property
     def decode(self) -> Engine:
-        assert self.bound, "not bound yet"
-        return self._placed["decode"].engine
+        assert self._decode is not None, "not bound yet"
+        return self._decode
 
-    def _place(self, engine: Engine, *, computes: bool, decodes: bool) -> None:
-        placed = Placement(engine, self._ask, computes=computes, decodes=decodes, freed=self._services.pool.freed)
-        self._placed["decode" if decodes else "prefill"] = placed
+    def _engines(self) -> list[Engine]:
+        return [engine for engine in (self.prefill, self._decode) if engine is not None]
 
-    def _place_decode(self) -> None:
+    def _place(self, engine: Engine) -> Engine:
+        computes = engine.role == "prefill" or self.prefill is None
+        placed = Placement(engine, self._ask, computes=computes, freed=self._services.pool.freed)
+        self._placed[engine.role] = placed
+        return engine
+
+    def _place_decode(self) -> Engine:
         """Raises `Refusal`; what was placed before is given up then."""
         try:
-            self._place(self._choose(), computes=self.prefill is None, decodes=True)
+            self._decode = self._place(self._choose())
         except Refusal:
             for placed in self._placed.values():
                 placed.release()
             raise
+        return self._decode
 
     def note(self, event: str, **facts: Any) -> None:
         self._services.story.note(self.transfer_id, event, **facts)
@@ -144,8 +153,9 @@ class Exchange:
             prefill.result()
         else:
             enough.result()
-        self._place_decode()
-        self.note("bound", decode=self.decode.url)
+        self._decode = self._place_decode()
+        self._decode.in_flight += 1
+        self.note("bound", decode=self._decode.url)
 
     async def _enough(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
         """Until P has computed so much of the prompt, or, where it can't tell, has answered."""
@@ -182,6 +192,8 @@ class Exchange:
         """`failure` "" where the answer went out whole."""
         for placed in self._placed.values():
             placed.release()
+        for engine in self._engines():
+            engine.in_flight -= 1
         for response in self._responses:
             response.close()
         for task in self._tasks:

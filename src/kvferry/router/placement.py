@@ -18,13 +18,11 @@ RANK_HEADER = "X-data-parallel-rank"
 class Placement:
     """Made when the engine is chosen, `release`d when the leg is over, once or more often.
 
-    `computes`: the engine computes the prompt; `decodes`: it makes the answer. `work`: tokens that it had to compute,
+    `computes`: the engine computes the prompt; one for decode makes the answer. `work`: tokens that it had to compute,
     with those that waited before, when this leg came. `uncached`: of this prompt.
     """
 
-    def __init__(
-        self, engine: Engine, ask: Ask, *, computes: bool, decodes: bool, freed: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, ask: Ask, *, computes: bool, freed: Callable[[], None] | None = None) -> None:
         self.engine = engine
         self.number = engine.pin(ask)
         rank = engine.ranks[self.number]
@@ -32,14 +30,12 @@ class Placement:
         self._share = Share(
             rank.load,
             prefill=self.uncached if computes else 0,
-            held=ask.tokens if decodes else 0,
+            held=ask.tokens if engine.role == "decode" else 0,
             freed=freed,
         )
         self.work = rank.load.prefill
         if ask.prompt is not None:
             rank.sent.sent(ask.prompt)
-        engine.in_flight += 1
-        self._open = True
 
     @property
     def url(self) -> str:
@@ -77,6 +73,3 @@ class Placement:
 
     def release(self) -> None:
         self._share.release()
-        if self._open:
-            self._open = False
-            self.engine.in_flight -= 1

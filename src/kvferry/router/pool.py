@@ -192,14 +192,14 @@ class Pool:
             raise Refusal(503, f"no_{missing[0]}_engine", said)
 
     def pick(self, role: Role, ask: Ask | str | None, *, avoid: frozenset[str] = frozenset()) -> Engine:
-        """By the role's policy; `ask` may be just a model's name. Raises `Refusal` 503 naming the role and what each of
-        its engines said."""
+        """By the role's policy; `ask` may be just a model's name. `avoid`: URLs that are taken only if no other can be.
+        Raises `Refusal` 503 naming the role and what each of its engines said."""
         if not isinstance(ask, Ask):
             ask = Ask(model=ask)
-        if avoid:
-            ask = msgspec.structs.replace(ask, avoid=ask.avoid | avoid)
-        chosen = self.peek(role, ask)
-        self._turns[role] += 1
+        others = msgspec.structs.replace(ask, avoid=ask.avoid | avoid) if avoid else ask
+        chosen = self.peek(role, others if self.able(role, others) else ask)
+        if not avoid:  # a second try takes nobody's turn, or of two engines one would always be first
+            self._turns[role] += 1
         self.sessions.keep(ask.session, role, chosen.url)
         return next(engine for engine in self.engines[role] if engine.url == chosen.url)
 

@@ -312,8 +312,9 @@ async def test_pick_avoids_what_it_is_told_to() -> None:
         for _ in range(5):
             assert pool.pick(role, Ask(), avoid=frozenset(urls[:2])).url == urls[2]
             assert pool.pick(role, MODEL, avoid=frozenset(urls[1:])).url == urls[0]
+        assert pool.pick(role, None, avoid=frozenset(urls)).url in urls, "rather than none"
         with pytest.raises(Refusal, match="was tried already") as caught:
-            pool.pick(role, None, avoid=frozenset(urls))
+            pool.pick(role, Ask(avoid=frozenset(urls)))
         assert caught.value.http_status == 503
 
 
