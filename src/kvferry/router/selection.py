@@ -85,7 +85,7 @@ class Selection:
         return Estimate(min(engine.tokens for engine in able), ttft)
 
     def choose(self, plan: Plan, ask: Ask, *, avoid: frozenset[str] = frozenset(), alone: bool = False) -> Choice:
-        """`avoid`: URLs that are to take it only if no other can. `alone`: decode is to compute the prompt itself, if it
+        """`avoid`: URLs that are to take it only if no other can. `alone`: decode is to compute the prompt, if it
         can. Raises `Refusal` if there is no engine for a leg that is to be chosen now."""
         pool, config = self._pool, self._config
         decode = functools.partial(pool.pick, "decode", ask, avoid=avoid)
