@@ -300,28 +300,26 @@ class Pool:
             raise Refusal(503, f"no_{missing[0]}_engine", said)
 
     def pick(self, role: Role, ask: Ask | str | None, *, avoid: frozenset[str] = frozenset()) -> Engine:
-        """By the role's policy; `ask` may be just a model's name. Raises `Refusal` 503 naming the role and what each of
-        its engines said. `avoid`: urls that are taken only if no other can be."""
+        """By the role's policy; `ask` may be just a model's name. `avoid`: URLs that are taken only if no other can be.
+        Raises `Refusal` 503 naming the role and what each of its engines said."""
         if not isinstance(ask, Ask):
             ask = Ask(model=ask)
-        if avoid:
-            ask = msgspec.structs.replace(ask, avoid=ask.avoid | avoid)
-        chosen = self.peek(role, ask)
-        if not ask.avoid:  # a second try takes nobody's turn, or of two engines one would always be first
+        others = msgspec.structs.replace(ask, avoid=ask.avoid | avoid) if avoid else ask
+        chosen = self.peek(role, others if self.able(role, others) else ask)
+        if not avoid:  # a second try takes nobody's turn, or of two engines one would always be first
             self._turns[role] += 1
         self.sessions.keep(ask.session, role, chosen.url)
         return next(engine for engine in self.engines[role] if engine.url == chosen.url)
 
     def peek(self, role: Role, ask: Ask) -> Snapshot:
-        """What `pick` would take: one that was not tried yet and doesn't do worse than the others, where there is one.
-        Raises `Refusal`."""
+        """What `pick` would take: one that doesn't do worse than the others, where there is one. Raises `Refusal`."""
         snapshots, turn = self._snapshots(role, ask), self._turns[role]
         ejected = frozenset(engine.url for engine in self.engines[role] if self.ejected_for(role, engine.url))
-        for avoid in dict.fromkeys((ask.avoid | ejected, ejected, frozenset())):
+        for avoid in dict.fromkeys((ask.avoid | ejected, ask.avoid)):
             chosen = choose(self._policy(role), snapshots, msgspec.structs.replace(ask, avoid=avoid), turn)
             if chosen is not None:
                 return chosen
-        raise no_engine(role, self.engines[role])
+        raise no_engine(role, self.engines[role], ask.avoid)
 
     def able(self, role: Role, ask: Ask) -> list[Snapshot]:
         """The engines that could take it."""
@@ -481,6 +479,9 @@ def _expect(engine: Engine, route: str, status: int) -> None:
         raise PeerUnreachable(f"{engine.url}{route} answered {status}")
 
 
-def no_engine(role: Role, engines: list[Engine]) -> Refusal:
-    said = ", ".join(f"{engine.url}: {engine.why_not or 'does not serve this model'}" for engine in engines)
+def no_engine(role: Role, engines: list[Engine], avoid: frozenset[str] = frozenset()) -> Refusal:
+    def why(engine: Engine) -> str:
+        return engine.why_not or ("was tried already" if engine.url in avoid else "does not serve this model")
+
+    said = ", ".join(f"{engine.url}: {why(engine)}" for engine in engines)
     return Refusal(503, f"no_{role}_engine", f"no {role} engine is ready: {said or 'none is known'}")

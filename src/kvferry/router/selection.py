@@ -85,22 +85,21 @@ class Selection:
         return Estimate(min(engine.tokens for engine in able), ttft)
 
     def choose(self, plan: Plan, ask: Ask, *, avoid: frozenset[str] = frozenset(), alone: bool = False) -> Choice:
-        """`avoid`: URLs that must not take it. `alone`: decode is to compute the prompt itself, if it can. Raises
-        `Refusal` if there is no engine for a leg that is to be chosen now."""
-        ask = msgspec.structs.replace(ask, avoid=ask.avoid | avoid)
+        """`avoid`: URLs that are to take it only if no other can. `alone`: decode is to compute the prompt, if it
+        can. Raises `Refusal` if there is no engine for a leg that is to be chosen now."""
         pool, config = self._pool, self._config
-        decode = functools.partial(pool.pick, "decode", ask)
+        decode = functools.partial(pool.pick, "decode", ask, avoid=avoid)
         if config.colocated:
             return Choice(ask, None, decode)
         if plan.alone:
-            return Choice(ask, None, functools.partial(pool.pick, "prefill", ask))
-        stays = self._stays(plan, ask, alone)
+            return Choice(ask, None, functools.partial(pool.pick, "prefill", ask, avoid=avoid))
+        stays = self._stays(plan, ask, avoid, alone)
         self._metrics.disagg_decisions.labels("prefill-decode" if stays is None else "decode-only").inc()
         if stays is not None:
             engine = stays
             return Choice(ask, None, lambda: engine)
         try:
-            prefill = pool.pick("prefill", ask)
+            prefill = pool.pick("prefill", ask, avoid=avoid)
         except Refusal as refusal:
             if not config.allow_local_prefill:
                 raise
@@ -108,9 +107,9 @@ class Selection:
             self._metrics.local_prefills.inc()
             return Choice(ask, None, decode)
         near = msgspec.structs.replace(ask, topology=prefill.spec.topology)
-        return Choice(ask, prefill, functools.partial(pool.pick, "decode", near))
+        return Choice(ask, prefill, functools.partial(pool.pick, "decode", near, avoid=avoid))
 
-    def _stays(self, plan: Plan, ask: Ask, alone: bool) -> Engine | None:
+    def _stays(self, plan: Plan, ask: Ask, avoid: frozenset[str], alone: bool) -> Engine | None:
         """The decode engine that computes this prompt itself, or None."""
         setting = self._config.disaggregate
         if plan.prompt_logprobs is not None or (setting == "always" and not alone):
@@ -123,4 +122,4 @@ class Selection:
             uncached = ask.tokens - best.matched
             if decide(setting, uncached, self.costs, best.in_flight, self._decisions) == "prefill-decode":
                 return None
-        return self._pool.pick("decode", ask)
+        return self._pool.pick("decode", ask, avoid=avoid)

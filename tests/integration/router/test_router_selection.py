@@ -36,6 +36,7 @@ from scripted import (
 from kvferry.router.ask import Ask
 from kvferry.router.load import Share
 from kvferry.router.pool import Role, no_engine
+from kvferry.router.replies import Refusal
 from kvferry.router.spec import EngineSpec
 from kvferry.story import read_story
 
@@ -310,7 +311,10 @@ async def test_pick_avoids_what_it_is_told_to() -> None:
         for _ in range(5):
             assert pool.pick(role, Ask(), avoid=frozenset(urls[:2])).url == urls[2]
             assert pool.pick(role, MODEL, avoid=frozenset(urls[1:])).url == urls[0]
-        assert pool.pick(role, None, avoid=frozenset(urls)).url in urls  # rather one that was tried than none
+        assert pool.pick(role, None, avoid=frozenset(urls)).url in urls, "rather than none"
+        with pytest.raises(Refusal, match="was tried already") as caught:
+            pool.pick(role, Ask(avoid=frozenset(urls)))
+        assert caught.value.http_status == 503
 
 
 async def test_kv_events_of_the_engine_decide() -> None:
