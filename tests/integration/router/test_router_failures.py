@@ -67,6 +67,15 @@ async def test_c20_decodes_refusal_is_of_the_clients_own_request(mode: str) -> N
         assert (len(pair.p.calls), len(pair.d.calls)) == (1, 1)
 
 
+async def test_c20_of_upstream_pull_the_refusal_is_prefills() -> None:
+    """C20: D can't be asked before P has answered; P was asked for one token, so its message may say so."""
+    async with serving(connector="upstream-pull") as pair:
+        pair.p.script = refuse(400, TOO_LONG)
+        status, _, raw = await pair.complete(max_tokens=64)
+        assert (status, json.loads(raw)) == (400, TOO_LONG)
+        assert pair.p.calls[0].body["max_tokens"] == 1 and pair.d.calls == []
+
+
 async def test_c20_the_fields_that_the_engine_counts_are_the_clients() -> None:
     """vLLM's validation messages count the body's fields; the transfer's parameters are not the client's."""
 

@@ -248,6 +248,34 @@ async def test_c06_several_prompts_in_one_stream() -> None:
         assert status == 200 and pair.d.calls[3].body["prompt"] == [[1, 2]]
 
 
+async def test_c06_a_stream_of_several_prompts_begins_when_none_can_be_refused() -> None:
+    """C06, C20: one prompt has its first token, the other is refused: the client gets the status, not half a stream."""
+    said = {"error": {"message": "too long", "code": 400}}
+    spoke = asyncio.Event()
+
+    async def prefill(call: Call) -> web.StreamResponse:
+        if call.body["prompt"] == ["beta"]:
+            await spoke.wait()
+            return web.json_response(said, status=400)
+        return await prefill_ok(call)
+
+    async def decode(call: Call) -> web.StreamResponse:
+        if call.body["prompt"] == ["beta"]:
+            return await hang(call)
+        response = await begin_stream(call)
+        await response.write(event("a"))
+        spoke.set()
+        return await hang(call)
+
+    async with serving() as pair:
+        pair.p.script, pair.d.script = prefill, decode
+        status, _, raw = await pair.complete(prompt=["alpha", "beta"], stream=True)
+        assert (status, json.loads(raw)) == (400, said)
+        for call in pair.d.calls:
+            async with asyncio.timeout(1):
+                await call.cancelled.wait()
+
+
 async def test_c06_a_prompt_that_breaks_ends_the_stream_of_all() -> None:
     """C06, C22: one error event, no `[DONE]`, and the other prompt's legs are cancelled."""
     never = asyncio.Event()
@@ -603,7 +631,8 @@ async def test_upstream_push_gives_every_key_and_one_fresh_request_id() -> None:
 
     async with serving(connector="upstream-push", spec={"engine_id": "E", "tp": 2}) as pair:
         pair.p.script = script
-        for route, external in ((COMPLETIONS, "cmpl-{}-0"), (CHAT, "chatcmpl-{}")):
+        names = ((COMPLETIONS, "cmpl-{}-0"), (CHAT, "chatcmpl-{}"), (GENERATE, "generate-tokens-{}"))
+        for route, external in names:
             body = {"model": MODEL, "prompt": "hi", "messages": MESSAGES}
             status, headers, _ = await pair.post(route, body, X_Request_Id="dup")
             fresh = headers["x-kvferry-transfer-id"]
@@ -622,6 +651,14 @@ async def test_upstream_push_gives_every_key_and_one_fresh_request_id() -> None:
                 "dcp_size": 1,
                 "pp_size": 1,
             }
+
+
+async def test_upstream_push_cannot_pair_responses() -> None:
+    """Their requests carry no id of ours."""
+    async with serving(connector="upstream-push", spec={"engine_id": "E"}) as pair:
+        status, _, raw = await pair.post(RESPONSES, {"model": MODEL, "input": "a"})
+        assert status == 501 and RESPONSES in error_of(raw)["message"]
+        assert pair.p.calls == pair.d.calls == []
 
 
 async def test_colocated_passes_the_body_through() -> None:
@@ -658,6 +695,14 @@ async def test_models_and_an_unknown_one() -> None:
             for call in (pair.p.calls[number], pair.d.calls[number]):
                 async with asyncio.timeout(1):
                     await call.ended.wait()
+
+
+async def test_a_model_that_was_loaded_since_the_engines_were_asked() -> None:
+    """An adapter that no list has yet: the engines know."""
+    async with serving() as pair:
+        status, _, _ = await pair.complete(model="adapter")
+        assert status == 200
+        assert pair.p.calls[0].body["model"] == pair.d.calls[0].body["model"] == "adapter"
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 100_000])
