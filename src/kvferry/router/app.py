@@ -132,6 +132,10 @@ class Router:
         except web.HTTPException as error:
             status = error.status
             raise
+        except ConnectionError:  # the client is gone, or takes nothing: what was begun can't be ended
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=CLIENT_LEFT)
         finally:
             self._running -= 1
             self.services.metrics.requests.labels(route, self._mode, str(status)).inc()

@@ -35,6 +35,8 @@ Role = Literal["prefill", "decode"]
 PROBE_TIMEOUT_S = 2.0
 UNREADY_INTERVAL_S = 0.25
 JUDGE_INTERVAL_S = 1.0
+SILENT_PROBES = 3
+"""An engine that refuses or answers wrongly takes no request from then on; one that says nothing, after so many."""
 CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
 
 
@@ -297,6 +299,7 @@ class Pool:
         return min(self._config.probe_interval_s, UNREADY_INTERVAL_S)
 
     async def _watch(self, engine: Engine) -> None:
+        silent = 0
         while True:
             engine.kick.clear()
             life = engine.description.life if engine.description is not None else None
@@ -305,8 +308,12 @@ class Pool:
                 if not engine.ready or (engine.description is not None and engine.description.life != life):
                     engine.standing.renewed()
                 self._set(engine, "", "ready")
+                silent = 0
             except KVFerryError as error:
                 engine.described_at = -float("inf")
+                silent += 1
+                if engine.ready and silent < SILENT_PROBES and isinstance(error.__context__, TimeoutError):
+                    continue  # it, or this process, or the machine may be busy: asked again at once
                 broken = isinstance(error, CompatError | KeyRefused)
                 self._set(engine, str(error), "not usable" if broken else "not reachable")
             interval = self._config.probe_interval_s if engine.ready else self._unready_interval_s
