@@ -44,6 +44,8 @@ UNREADY_INTERVAL_S = 0.25
 JUDGE_INTERVAL_S = 1.0
 PREFIX_TOKENS = 400_000
 """Of an engine that tells nothing of its cache: 50 GB of KV at 128 KiB per token."""
+SILENT_PROBES = 3
+"""An engine that refuses or answers wrongly takes no request from then on; one that says nothing, after so many."""
 CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
 
 
@@ -386,6 +388,7 @@ class Pool:
         return min(self._config.probe_interval_s, UNREADY_INTERVAL_S)
 
     async def _watch(self, engine: Engine) -> None:
+        silent = 0
         while True:
             engine.kick.clear()
             life = engine.description.life if engine.description is not None else None
@@ -394,8 +397,12 @@ class Pool:
                 if not engine.ready or (engine.description is not None and engine.description.life != life):
                     engine.standing.renewed()
                 self._set(engine, "", "ready")
+                silent = 0
             except KVFerryError as error:
                 engine.described_at = -float("inf")
+                silent += 1
+                if engine.ready and silent < SILENT_PROBES and isinstance(error.__context__, TimeoutError):
+                    continue  # it, or this process, or the machine may be busy: asked again at once
                 broken = isinstance(error, CompatError | KeyRefused)
                 self._set(engine, str(error), "not usable" if broken else "not reachable")
             interval = self._config.probe_interval_s if engine.ready else self._unready_interval_s

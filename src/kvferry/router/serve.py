@@ -70,6 +70,7 @@ class Generation:
             if plan is None:
                 failure = "no request"
                 await passage.in_its_words(self._services, self._request, raw)
+            self._asked = plan
             self._services.pool.require(local_prefill=self._services.config.allow_local_prefill)
             asks = [self._services.selection.ask(part, plan, self._request.headers) for part in plan.parts]
             verdict = await self._services.selection.admit(asks, self._client(asks[0]), self._deadline)
@@ -126,7 +127,6 @@ class Generation:
 
     def _dispatch(self, plan: Plan, asks: Sequence[Ask], *, alone: bool) -> None:
         """Choose the engines, for each part its own pair. Nothing is sent yet."""
-        self._asked = plan
         headers = CIMultiDict(self._request.headers)
         if self._span is not None:
             headers[traceparent.HEADER] = self._span.header

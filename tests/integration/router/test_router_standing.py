@@ -157,3 +157,38 @@ async def test_an_outlier_is_left_out_for_a_while(how: str) -> None:
             while sum(one.ready for one in pool.engines["decode"]) > 1:
                 await pool.change()
         assert (await pair.complete())[0] == 200 and len(bad.calls) == before + 1, "better than none"
+
+
+async def test_an_engine_that_is_silent_once_is_busy_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.router.pool.PROBE_TIMEOUT_S", 0.2)
+    mute, asked = asyncio.Event(), 0
+
+    async def health(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        if not mute.is_set():
+            await asyncio.sleep(10)
+        return web.Response()
+
+    engine = Engine("decode")
+    monkeypatch.setattr(engine, "_health", health)
+    mute.set()
+    async with serving(decode=[engine], probe_interval_s=0.02) as pair:
+        watched = engine_of(pair, "decode")
+        for silences in (1, 2):
+            mute.clear()
+            before = asked
+            async with asyncio.timeout(5):
+                while asked <= before + silences:
+                    await asyncio.sleep(0.01)
+            assert watched.ready, "not after a probe or two without an answer"
+            mute.set()
+            before = asked
+            async with asyncio.timeout(5):
+                while asked <= before + 1:
+                    await asyncio.sleep(0.01)
+        mute.clear()
+        async with asyncio.timeout(5):
+            while watched.ready:
+                await pair.running.pool.change()
+        assert "TimeoutError" in watched.reason
