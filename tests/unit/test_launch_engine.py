@@ -49,6 +49,8 @@ def test_cpu_engines_are_tuned_and_users_arguments_come_last() -> None:
     assert arg_value(line, "--max-model-len") == "999"
     assert "--enforce-eager" in line
     assert line[-2:] == ["--max-model-len", "999"]
+    one = DeploymentSpec(mode="push", vllm_args=["--max-model-len", "999"], one_args={"prefill-0": ["--x"]})
+    assert _command(one, PREFILL)[-3:] == ["--max-model-len", "999", "--x"] and "--x" not in _command(one, DECODE)
 
 
 def test_as_shipped_leaves_executor_openmp_and_threads_alone(tmp_path: Path) -> None:

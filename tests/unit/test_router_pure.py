@@ -8,8 +8,9 @@ import logging
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.router.ask import Ask
 from kvferry.router.config import RouterConfig
-from kvferry.router.policy import Snapshot, eligible, known_models, round_robin
+from kvferry.router.policy import Snapshot, choose, eligible, known_models
 from kvferry.router.pool import Pool, _defaulted
 from kvferry.router.spec import EngineSpec, parse_spec
 from kvferry.router.sse import Watcher
@@ -27,6 +28,18 @@ from kvferry.router.upstream import Upstream
         (
             "http://h:8100, side_channel=k:7, engine_id=E, tp=2",
             EngineSpec(url="http://h:8100", side_host="k", side_port=7, engine_id="E", tp=2),
+        ),
+        (
+            "h:8100,dp=2,topology=rack-7,kv_events=[::1]:5557",
+            EngineSpec(
+                url="http://h:8100",
+                side_host="h",
+                side_port=5600,
+                dp=2,
+                topology="rack-7",
+                events_host="::1",
+                events_port=5557,
+            ),
         ),
         ("http://[::1]:8100", EngineSpec(url="http://[::1]:8100", side_host="::1", side_port=5600)),
         ("[::1]:8100", EngineSpec(url="http://[::1]:8100", side_host="::1", side_port=5600)),
@@ -51,6 +64,9 @@ def test_c65_spec(text: str, spec: EngineSpec) -> None:
         ("http://h:1,side_chanel=h:1", "did you mean 'side_channel'"),
         ("http://h:1,tp=two", "tp"),
         ("http://h:1,tp=0", "tp"),
+        ("http://h:1,dp=0", "dp"),
+        ("http://h:1,kv_events=tcp://*:5557", "kv_events"),
+        ("http://h:1,topologie=r1", "did you mean 'topology'"),
         ("http://h:1,tp=1,tp=2", "twice"),
         ("http://h:1,engine_id=", "needs a value"),
         ("ftp://h:1", "http://"),
@@ -75,19 +91,19 @@ def engine(name: str, ready: bool = True, models: frozenset[str] | None = None) 
 
 def test_round_robin_counts_over_those_that_can() -> None:
     engines = [engine("a"), engine("b", ready=False), engine("c")]
-    chosen = [round_robin(engines, turn) for turn in range(4)]
+    chosen = [choose("round_robin", engines, Ask(), turn) for turn in range(4)]
     assert [one.url for one in chosen if one] == ["a", "c", "a", "c"]
 
 
 def test_no_engine() -> None:
-    assert round_robin([], 3) is None
-    assert round_robin([engine("a", ready=False)], 0) is None
+    assert choose("round_robin", [], Ask(), 3) is None
+    assert choose("round_robin", [engine("a", ready=False)], Ask(), 0) is None
 
 
 def test_only_those_that_serve_the_model() -> None:
     engines = [engine("a", models=frozenset({"x"})), engine("b", models=frozenset({"y"})), engine("c")]
-    assert [one.url for one in eligible(engines, "y")] == ["b", "c"]
-    assert [one.url for one in eligible(engines, None)] == ["a", "b", "c"]
+    assert [one.url for one in eligible(engines, Ask(model="y"))] == ["b", "c"]
+    assert [one.url for one in eligible(engines, Ask())] == ["a", "b", "c"]
 
 
 def test_known_models() -> None:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -51,11 +51,20 @@ class Pacer:
 
 
 class LoadClient:
-    """`async with`. `max_in_flight` bounds open requests; what waits for its turn counts as late, not as unsent."""
+    """`async with`. `max_in_flight` bounds open requests; what waits for its turn counts as late, not as unsent.
+    `headers`: index of a request -> what is sent beside its body."""
 
     def __init__(
-        self, url: str, model: str, output_tokens: int, *, timeout_s: float = 120.0, max_in_flight: int = 64
+        self,
+        url: str,
+        model: str,
+        output_tokens: int,
+        *,
+        timeout_s: float = 120.0,
+        max_in_flight: int = 64,
+        headers: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
+        self._headers = headers or {}
         self._url, self._model, self._output_tokens = url, model, output_tokens
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0)
         self._turns = asyncio.Semaphore(max_in_flight)
@@ -128,7 +137,8 @@ class LoadClient:
         sample.lag_ms = (sent - due) * 1e3
         try:
             url = f"{self._url}/v1/completions"
-            async with self._session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+            headers = {"Content-Type": "application/json", **self._headers.get(index, {})}
+            async with self._session.post(url, data=body, headers=headers) as response:
                 sample.transfer_id = response.headers.get(TRANSFER_ID, "")
                 if response.status != 200:
                     sample.error = f"{response.status}: {(await response.text())[:300].strip()}"

@@ -43,15 +43,17 @@ def judge(job: Job, run: LoadRun, mode: Mode, kv: KvFacts | None, stories: Stori
         return Account([Reason("broken", run.broken)], {})
     for sample, request_id in zip(run.samples, run.request_ids, strict=False):
         sample.transfer_id = sample.transfer_id or stories.requests.get(request_id, "")
-    reasons = answers(run.samples, job.num, job.input_len, job.output_len)
-    reasons += [*generator(job, run), *engines(told, run.duration_s)]
+    mixed = job.kind == "mixed"
+    reasons = answers(run.samples, job.num, None if mixed else job.input_len, job.output_len)
+    reasons += [*generator(job, run), *engines(told, run.duration_s, prefixes=mixed)]
     warm = (run.warm_ups, max(job.warm_ups, run.warm_ups))
     wrong, transfer = moved(run.samples, job.input_len, mode, kv, stories, told, warm)
     return Account([*reasons, *wrong], transfer)
 
 
-def answers(samples: Sequence[Sample], num: int, input_len: int, output_len: int) -> list[Reason]:
-    """Of `num` requests with prompts of `input_len` tokens, each to be answered by `output_len`."""
+def answers(samples: Sequence[Sample], num: int, input_len: int | None, output_len: int) -> list[Reason]:
+    """Of `num` requests with prompts of `input_len` tokens (None: as each sample says), each to be answered by
+    `output_len`."""
     reasons: list[Reason] = []
     failed = [sample for sample in samples if sample.error]
     if failed:
@@ -67,9 +69,10 @@ def answers(samples: Sequence[Sample], num: int, input_len: int, output_len: int
     if wrong:
         said = f"{len(wrong)} answers have not the {output_len} tokens asked for, the first has {wrong[0]}"
         reasons.append(Reason("answers", said))
-    lengths = [s.prompt_tokens for s in good if s.prompt_tokens is not None and s.prompt_tokens != input_len]
+    asked = [(s.prompt_tokens, s.input_len if input_len is None else input_len) for s in good]
+    lengths = [(had, wanted) for had, wanted in asked if had is not None and had != wanted]
     if lengths:
-        said = f"{len(lengths)} prompts have not {input_len} tokens, the first has {lengths[0]}"
+        said = f"{len(lengths)} prompts have not {lengths[0][1]} tokens, the first has {lengths[0][0]}"
         reasons.append(Reason("answers", f"{said} (do server and load generator use the same tokenizer?)"))
     return reasons
 
@@ -92,10 +95,12 @@ def generator(job: Job, run: LoadRun) -> list[Reason]:
     return reasons
 
 
-def engines(told: Told, duration_s: float) -> list[Reason]:
+def engines(told: Told, duration_s: float, *, prefixes: bool = False) -> list[Reason]:
+    """`prefixes`: prompts share them, and prefill may have them cached."""
     reasons: list[Reason] = []
-    if told.cache_hits:
-        said = f"a prefix cache served {told.cache_hits:.0f} prompt tokens"
+    hits = told.cache_hits - ((told.tokens("prefill", "local_cache_hit") or 0.0) if prefixes else 0.0)
+    if hits:
+        said = f"a prefix cache served {hits:.0f} prompt tokens"
         reasons.append(Reason("cache", f"{said}: start the engines with --no-enable-prefix-caching"))
     for engine, late in told.late_s.items():
         if late > LATE_SHARE * duration_s:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvferry.bench.mix import Kind
 from kvferry.bench.records import Sample
 from kvferry.bench.workload import Arrival, ModelFacts, Prompts
 from kvferry.errors import ConfigError, unknown_name
@@ -38,6 +39,8 @@ class Job:
     warm_ups: int
     timeout_s: float
     log: Path
+    kind: Kind = "random"
+    """`mixed`: prompts of several lengths, about `input_len`, that share beginnings (`mix.py`)."""
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from kvferry.bench import workload
 from kvferry.bench.client import LoadClient, until_stopped
 from kvferry.bench.load import Job, LoadRun
+from kvferry.bench.mix import Asked, mixed
 from kvferry.bench.records import Sample
 from kvferry.launch.cancel import Cancel
 
@@ -25,7 +26,9 @@ class BuiltinLoad:
         return version("kvferry")
 
     def run(self, job: Job, cancel: Cancel, progress: Callable[[str], None]) -> LoadRun:
-        prompts = [(i, workload.prompt(job.words, job.seed, job.input_len, i)) for i in range(job.num)]
+        asked = asked_of(job)
+        prompts = [(i, one.tokens) for i, one in enumerate(asked)]
+        sessions = {i: {"X-Session-ID": one.session} for i, one in enumerate(asked) if one.session}
         due = workload.send_times(job.num, job.qps, job.arrival, job.seed)
         lines: list[str] = []
 
@@ -34,7 +37,7 @@ class BuiltinLoad:
             lines.append(f"request {sample.index} lag_ms={sample.lag_ms:.2f} {what}")
 
         async def drive() -> tuple[list[Sample], int]:
-            async with self._client(job) as client:
+            async with self._client(job, sessions) as client:
                 warm = await client.one_by_one(_warm_prompts(job))
                 lines.extend(f"warm-up {sample.index - WARM_UP}: {sample.error or 'ok'}" for sample in warm)
                 return await client.at_times(prompts, due, done), sum(not sample.error for sample in warm)
@@ -51,8 +54,17 @@ class BuiltinLoad:
             lag_source="each request's due time and send time",
         )
 
-    def _client(self, job: Job) -> LoadClient:
-        return LoadClient(job.url, job.model, job.output_len, timeout_s=job.timeout_s, max_in_flight=max(1, job.num))
+    def _client(self, job: Job, headers: Mapping[int, Mapping[str, str]]) -> LoadClient:
+        most = max(1, job.num)
+        return LoadClient(
+            job.url, job.model, job.output_len, timeout_s=job.timeout_s, max_in_flight=most, headers=headers
+        )
+
+
+def asked_of(job: Job) -> list[Asked]:
+    if job.kind == "mixed":
+        return mixed(job.words, job.seed, job.input_len, job.num)
+    return [Asked(workload.prompt(job.words, job.seed, job.input_len, i)) for i in range(job.num)]
 
 
 def warm_up(job: Job, cancel: Cancel) -> int:

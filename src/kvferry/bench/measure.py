@@ -12,6 +12,7 @@ from typing import Any
 from kvferry.bench.environment import environment
 from kvferry.bench.judge import Reason, judge
 from kvferry.bench.load import Job, Load, LoadRun
+from kvferry.bench.mix import Kind
 from kvferry.bench.points import OURS, Point
 from kvferry.bench.stats import summary
 from kvferry.bench.target import Target
@@ -31,10 +32,12 @@ class Rules:
     warm_ups: int = 2
     timeout_s: float = 300.0
     prompts: Prompts = "text"
+    kind: Kind = "random"
 
     def facts(self) -> dict[str, Any]:
         facts = {"num": self.num, "arrival": self.arrival, "seed": self.seed, "warm_ups": self.warm_ups}
-        return {**facts, "prompts": self.prompts}
+        mix = {} if self.kind == "random" else {"workload": self.kind}
+        return {**facts, "prompts": self.prompts, **mix}
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def job_of(target: Target, rules: Rules, point: Point, log: Path) -> Job:
         warm_ups=rules.warm_ups,
         timeout_s=rules.timeout_s,
         log=log,
+        kind=rules.kind,
     )
 
 
@@ -78,9 +82,9 @@ def measure(
     before, modes = target.engines.now(), target.router_modes()
     begun = time.time()
     run = load.run(job, cancel, progress)
-    answered = len(run.samples) + run.warm_ups
-    nbytes = target.kv.needed(job.input_len) * answered if target.kv and target.mode.split else 0
-    told = target.engines.since(before, answered * job.input_len, nbytes)
+    lengths = [sample.input_len for sample in run.samples] + [job.input_len] * run.warm_ups
+    nbytes = sum(map(target.kv.needed, lengths)) if target.kv and target.mode.split else 0
+    told = target.engines.since(before, sum(lengths), nbytes)
     target.stories.update()
     account = judge(job, run, target.mode, target.kv, target.stories, told)
     reasons = [*account.reasons, *_wrong_mode(target, modes)]

@@ -12,10 +12,11 @@ from pathlib import Path
 from kvferry.bench.arguments import words
 from kvferry.bench.load import AUTO, NAMES, Load
 from kvferry.bench.measure import Rules
+from kvferry.bench.mix import KINDS
 from kvferry.bench.target import Setup
 from kvferry.bench.workload import Prompts
 from kvferry.errors import ConfigError
-from kvferry.launch.spec import DEFAULT_PROFILE, ENGINES, MODES, DeploymentSpec
+from kvferry.launch.spec import DEFAULT_PROFILE, ENGINE_ARG_HELP, ENGINES, MODES, DeploymentSpec, engine_args
 
 MEASURED_PROFILE = "smollm2-cpu"
 """Of engine sim, where none is named: `kvferry up` models no time by default, which leaves little to measure."""
@@ -32,6 +33,10 @@ def add_setup(parser: argparse.ArgumentParser, modes: str) -> None:
     add("--prefill", type=int, default=1, metavar="N", help="prefill engines (default: 1)")
     add("--decode", type=int, default=1, metavar="N", help="decode or colocated engines (default: 1)")
     add("--vllm-arg", action="append", default=[], metavar="ARG", help="argument for every engine")
+    add("--prefill-arg", action="append", default=[], metavar="ARG", help="for prefill engines only")
+    add("--decode-arg", action="append", default=[], metavar="ARG", help="for decode engines only")
+    add("--engine-arg", action="append", default=[], metavar="NAME:ARG", help=ENGINE_ARG_HELP)
+    add("--router-arg", action="append", default=[], metavar="ARG", help="argument for the router, as a policy")
     add("--router", default="", metavar="URL", help="start nothing, ask this router, in the one mode of --modes")
     add(
         "--story-dir",
@@ -57,6 +62,7 @@ def add_load(parser: argparse.ArgumentParser, load: str, num: int) -> None:
         choices=("text", "ids"),
         help="how they are sent (default: text by vLLM's generator to vLLM's engines, else token ids)",
     )
+    add("--workload", choices=KINDS, default=default.kind, help="mixed: see bench/README.md (default: random)")
     add("--seed", type=int, default=default.seed, metavar="S", help="of prompts and arrivals (default: 0)")
     add("--warm-ups", type=int, default=default.warm_ups, metavar="N", help="requests before each run (default: 2)")
     add("--timeout", type=float, default=default.timeout_s, metavar="S", help="of one request (default: 300)")
@@ -78,6 +84,10 @@ def setup_of(args: argparse.Namespace) -> Setup:
         prefill=args.prefill,
         decode=args.decode,
         args=args.vllm_arg,
+        prefill_args=args.prefill_arg,
+        decode_args=args.decode_arg,
+        one_args=engine_args(args.engine_arg),
+        router_args=args.router_arg,
         router=args.router,
         story_dirs=args.story_dir,
         kv_bytes=args.kv_bytes,
@@ -104,6 +114,8 @@ def check_modes(args: argparse.Namespace, option: str, modes: Sequence[str]) -> 
 
 
 def _check_router(args: argparse.Namespace) -> None:
+    if args.router and (args.router_arg or args.engine_arg):
+        raise ConfigError("--router-arg with --router", hint="it runs already, with arguments of its own")
     described = [name for name in ("story_dir", "kv_bytes", "block_size") if getattr(args, name)]
     if not args.router:
         if described:
@@ -123,6 +135,8 @@ def rules_of(args: argparse.Namespace, load: Load) -> Rules:
     """Raises `ConfigError`."""
     if args.prompts == "text" and not load.texts:
         raise ConfigError(f"--prompts: {load.name} sends token ids only", hint="--load vllm sends texts")
+    if args.workload == "mixed" and load.name != "builtin":
+        raise ConfigError(f"--workload: mixed with --load {load.name}", hint="--load builtin")
     texts = load.texts and args.engine == "vllm"
     bounds: Sequence[tuple[str, float, float]] = (
         ("--num", args.num, 1),
@@ -134,7 +148,7 @@ def rules_of(args: argparse.Namespace, load: Load) -> Rules:
         if value < least:
             raise ConfigError(f"{name}: {value:g}", hint=f"expected {least:g} or more")
     prompts: Prompts = args.prompts or ("text" if texts else "ids")
-    return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout, prompts)
+    return Rules(args.num, args.arrival, args.seed, args.warm_ups, args.timeout, prompts, args.workload)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def indented(report: Report) -> Report:
 class Setup:
     """What is measured, but for its mode. `router`: URL of one that runs, then nothing is started and `engine`,
     `profile`, `model`, `args` only describe it. `model` '': `smollm2`, of which engine sim takes the tokenizer only.
-    `kv_bytes`: of one prompt token, where neither model nor profile tell.
+    `kv_bytes`: of one prompt token, where neither model nor profile tell. `one_args`: engine's name -> arguments.
     """
 
     engine: str = "vllm"
@@ -43,6 +43,10 @@ class Setup:
     prefill: int = 1
     decode: int = 1
     args: Sequence[str] = ()
+    prefill_args: Sequence[str] = ()
+    decode_args: Sequence[str] = ()
+    one_args: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    router_args: Sequence[str] = ()
     router: str = ""
     story_dirs: Sequence[Path] = ()
     kv_bytes: int | None = None
@@ -55,7 +59,14 @@ class Setup:
 
     def facts(self) -> dict[str, Any]:
         """What two results must have in common to be of one sweep."""
+        more = {
+            "prefill_args": list(self.prefill_args),
+            "decode_args": list(self.decode_args),
+            "one_args": {name: list(args) for name, args in self.one_args.items()},
+            "router_args": list(self.router_args),
+        }
         return {
+            **{name: value for name, value in more.items() if value},
             "engine": self.engine,
             "profile": self.profile,
             "model": self.model or DEFAULT_MODEL,
@@ -119,6 +130,10 @@ def opened(
         prefill=setup.prefill,
         decode=setup.decode,
         vllm_args=args,
+        prefill_args=setup.prefill_args,
+        decode_args=setup.decode_args,
+        one_args=setup.one_args,
+        router_args=setup.router_args,
         state_dir=state,
     )
     with Deployment(spec, report=report, cancel=cancel) as deployment:

@@ -7,7 +7,7 @@ Owner: the event loop. Observing costs a fraction of a microsecond; the text is 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import get_args
 
@@ -56,11 +56,18 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """`transfers`: None without a connector."""
+    """`transfers`: None without a connector. `cache`: how the KV pool is built, by vLLM's names."""
 
-    def __init__(self, model_name: str, stats: Callable[[], Stats], transfers: bool = False) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], Stats],
+        transfers: bool = False,
+        cache: Mapping[str, object] | None = None,
+    ) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._stats = stats
+        self._cache = dict(cache or {})
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.first_token = Histogram(FIRST_TOKEN_S)
@@ -83,6 +90,11 @@ class Metrics(Collector):
         stats = self._stats()
         counts = stats.counts
         by_source = {source: getattr(counts, source) for source in SOURCES}
+        if self._cache:
+            names = [*self._labels, *self._cache]
+            info = GaugeMetricFamily("vllm:cache_config_info", "How the KV pool is built.", labels=names)
+            info.add_metric([*self._labels.values(), *map(str, self._cache.values())], 1)
+            yield info
         yield self._gauge("num_requests_running", "Requests in model execution batches.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests waiting to be processed.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "KV-cache usage, 1 is all of it.", stats.kv_usage)

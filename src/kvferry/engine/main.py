@@ -117,6 +117,11 @@ def configs_of(args: argparse.Namespace, profile: Profile, tokenizer: Tokenizer)
         api_keys=tuple(args.api_key),
         faults=args.enable_faults,
         transfers=engine.kv_transfer is not None,
+        cache={
+            "block_size": engine.block_size,
+            "enable_prefix_caching": engine.enable_prefix_caching,
+            "num_gpu_blocks": engine.num_blocks,
+        },
     )
     return engine, server
 

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -72,6 +72,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     faults: bool = False
     transfers: bool = False
+    cache: Mapping[str, object] = field(default_factory=dict)
+    """How the KV pool is built, by vLLM's names."""
 
 
 class Server:
@@ -81,7 +83,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer) -> None:
         self.config = config
-        self.metrics = Metrics(config.names[0], lambda: self.engine.stats(), config.transfers)
+        self.metrics = Metrics(config.names[0], lambda: self.engine.stats(), config.transfers, config.cache)
         self._tokenizer = tokenizer
         self._loop = asyncio.get_running_loop()
         self._choices: dict[str, Choice] = {}

@@ -17,7 +17,7 @@ from kvferry.launch import detach
 from kvferry.launch.cancel import Cancel, Stopped
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ManagedProcess, ProcessDied
-from kvferry.launch.spec import DEFAULT_PROFILE, ENGINES, MODES, DeploymentSpec
+from kvferry.launch.spec import DEFAULT_PROFILE, ENGINE_ARG_HELP, ENGINES, MODES, DeploymentSpec, engine_args
 from kvferry.launch.state import ProcessState, State, StateDir, default_state_dir
 from kvferry.launch.tree import Tree, alive, end_trees, members
 from kvferry.launch.web import healthy
@@ -67,6 +67,8 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm-arg", action="append", default=[], metavar="ARG", help="argument for every engine")
     parser.add_argument("--prefill-arg", action="append", default=[], metavar="ARG", help="for prefill engines only")
     parser.add_argument("--decode-arg", action="append", default=[], metavar="ARG", help="for decode engines only")
+    parser.add_argument("--engine-arg", action="append", default=[], metavar="NAME:ARG", help=ENGINE_ARG_HELP)
+    parser.add_argument("--router-arg", action="append", default=[], metavar="ARG", help="argument for the router")
     parser.add_argument("--as-shipped", action="store_true", help="leave out the settings for engines on few CPU cores")
     parser.add_argument("--no-warm-up", action="store_true", help="ready without requests through the whole path")
     parser.add_argument(
@@ -92,6 +94,8 @@ def up(args: argparse.Namespace) -> int:
         vllm_args=args.vllm_arg,
         prefill_args=args.prefill_arg,
         decode_args=args.decode_arg,
+        one_args=engine_args(args.engine_arg),
+        router_args=args.router_arg,
         tuned=not args.as_shipped,
         warm_up=not args.no_warm_up,
         debug_invariants=args.debug_invariants,

@@ -139,7 +139,7 @@ def kv_transfer_config(spec: DeploymentSpec, mode: Mode, engine: Engine, peers: 
 def command(spec: DeploymentSpec, mode: Mode, engine: Engine, model: Path, peers: list[str]) -> list[str]:
     """The engine's command line. The user's arguments come last, so they win."""
     start = shlex.split(os.environ.get("KVFERRY_ENGINE_COMMAND", "")) or [sys.executable, "-m", MODULE]
-    args = spec.args_for(engine.role)
+    args = [*spec.args_for(engine.role), *spec.one_args.get(engine.name, ())]
     if spec.engine == "sim":
         line = [sys.executable, "-m", "kvferry.cli", "engine", "--profile", spec.profile]
         line += ["--host", LOOPBACK, "--port", str(engine.port)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class DeploymentSpec:
     `model` '': `smollm2`, or the profile's name. `extra_config` goes into `kv_connector_extra_config` of every engine,
     the per-role ones over it. `kv_load_failure_policy`: vLLM's, what decode does when the KV does not come.
     `debug_invariants`: engines end if anything is left behind when nothing runs. `tuned` False starts engines as vLLM
-    ships them. `port` 0: any free one. `bind`: the router's, of mode `stream`.
+    ships them. `port` 0: any free one. `bind`: the router's, of mode `stream`. `one_args`: engine's name -> further
+    arguments of that engine, the last ones.
     """
 
     mode: str = "push"
@@ -75,6 +77,7 @@ class DeploymentSpec:
     vllm_args: Sequence[str] = ()
     prefill_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
+    one_args: Mapping[str, Sequence[str]] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     prefill_extra_config: Mapping[str, Any] = field(default_factory=dict)
@@ -107,7 +110,10 @@ class DeploymentSpec:
             raise ConfigError(f"decode: {self.decode} engines, at least 1 is needed")
         if self.port and not 0 < self.port < 65536:
             raise ConfigError(f"port: {self.port} is not a port", hint="1 to 65535, or 0 for any free one")
-        for arg in (*self.vllm_args, *self.prefill_args, *self.decode_args):
+        for name in self.one_args:
+            if name not in dict(self.names()):
+                raise unknown_name("engine", name, dict(self.names()))
+        for arg in (*self.vllm_args, *self.prefill_args, *self.decode_args, *itertools.chain(*self.one_args.values())):
             if arg.split("=")[0] in OWNED_ARGS:
                 raise ConfigError(f"vllm argument {arg!r} is set by kvferry itself", hint=OWNED_ARGS[arg.split("=")[0]])
         return mode
@@ -139,6 +145,20 @@ OWNED_ARGS = {
     "--model": "use --model of `kvferry up`",
     "--kv-transfer-config": "use --mode, and extra_config in Python",
 }
+
+
+ENGINE_ARG_HELP = "for one engine, by its name: decode-3:--profile=slow.yaml"
+
+
+def engine_args(texts: Sequence[str]) -> dict[str, list[str]]:
+    """`NAME:ARG`s by name. Raises `ConfigError`."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, colon, arg = text.partition(":")
+        if not colon or not name or not arg:
+            raise ConfigError(f"--engine-arg: {text!r}", hint="expected NAME:ARG, as decode-0:--max-num-seqs=4")
+        found.setdefault(name, []).append(arg)
+    return found
 
 
 def arg_value(args: Sequence[str], *names: str) -> str | None:

@@ -39,7 +39,11 @@ class RouterMetrics:
         self.abandons = self._counter("pd_abandons", "Transfers that P was told to let go.", "outcome")
         self.served = ServedMetrics(self.registry)
         self.local_prefills = self._counter("local_prefills", "Requests that D computed without a prefill engine.")
+        self.slo_decisions = self._counter("slo_decisions", "Requests by what the TTFT objective had done.", "action")
         self.flow_queue = self._gauge("flow_control_queue_size", "Requests that wait for the TTFT objective.")
+        self.disagg_decisions = Counter(
+            "kvferry:disagg_decision", "Prompts by who computes them.", ("decision_type",), registry=self.registry
+        )
         self.disconnects = self._counter("client_disconnects", "Clients that left before the end.")
         self.retries = self._counter("retries", "Tries made again before the first byte.", "side", "code")
         self.retries_exhausted = self._counter("retries_exhausted", "Failures with no try left for them.", "reason")

@@ -28,6 +28,7 @@ from kvferry.router.openai import Route
 from kvferry.router.pool import Pool
 from kvferry.router.replies import Refusal, error_response
 from kvferry.router.seen import Seen
+from kvferry.router.selection import Selection
 from kvferry.router.serve import CLIENT_LEFT, Generation
 from kvferry.router.server import Request, Stream
 from kvferry.router.services import Services
@@ -55,6 +56,7 @@ def build_app(config: RouterConfig) -> web.Application:
     router = Router(config)
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[router.guard])
     app[ROUTER] = router
+    app.router.add_post("/finish_session", router.finish_session)
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     app.router.add_route("*", "/ping", router.ping)
@@ -77,6 +79,7 @@ class Router:
             config=config,
             dialect=dialect,
             pool=pool,
+            selection=Selection(config, pool, metrics),
             members=Membership(config, pool),
             upstream=upstream,
             story=story,
@@ -168,6 +171,15 @@ class Router:
         body = edits.dump({"object": "list", "data": self.services.pool.model_entries()})
         return web.Response(body=body, content_type="application/json")
 
+    async def finish_session(self, request: web.Request) -> web.StreamResponse:
+        """Forget where the session was sent; 404 if it is not known (any more)."""
+        session = request.query.get("session_id", "")
+        if not session:
+            raise Refusal(400, "missing_value", "`session_id` is missing", param="session_id", hint="?session_id=NAME")
+        if not self.services.pool.sessions.finish(session):
+            raise Refusal(404, "session_not_found", f"no session {session[:100]!r} is known here", param="session_id")
+        return web.json_response({"session_id": session, "finished": True})
+
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 when each role that this mode needs has a ready engine."""
         pool = self.services.pool
@@ -190,6 +202,8 @@ class Router:
         for engine in engines:
             metrics.worker_health.labels(engine.role, engine.url).set(engine.ready)
         show(metrics, self.services.pool)
+        gate = self.services.selection.gate
+        metrics.flow_queue.set(gate.waiting if gate is not None else 0)
         metrics.load({(one.role, one.url): one.load for one in engines if one.load is not None})
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 

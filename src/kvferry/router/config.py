@@ -10,11 +10,14 @@ from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError
 from kvferry.router.breaker import BreakerSettings
 from kvferry.router.budget import RetrySettings
+from kvferry.router.disaggregate import Setting
 from kvferry.router.outliers import OutlierSettings
+from kvferry.router.policy import Policy
 from kvferry.router.spec import EngineSpec
 
 Connector = Literal["kvferry", "upstream-pull", "upstream-push", "none"]
 Mode = Literal["push", "pull", "stream", "colocated"]
+Action = Literal["queue", "shed", "colocate"]
 MIB = 1024 * 1024
 
 
@@ -113,6 +116,24 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     minutes. What still runs there then runs on, but nobody waits for it."""
     discover: tuple[str, ...] = ()
     """Sources of engines besides `prefill` and `decode`: `[ROLE=]KIND:WHERE[,NAME=VALUE]...`, see `discovery.py`."""
+    prefill_policy: Policy = "prefix_aware"
+    """Fewest tokens to compute, cached ones left out: see docs/router.md for the measurements behind both defaults."""
+    decode_policy: Policy = "least_loaded"
+    disaggregate: Setting = "always"
+    """Below so many uncached tokens, or where that is cheaper by what was seen ('auto'), D computes a prompt itself.
+    Not by default: D's prefix cache is the router's guess unless its KV events say."""
+    ttft_slo_ms: float = 0.0
+    """Objective for the first token; 0 = none, every request is let in at once."""
+    slo_action: Action = "queue"
+    """For a request that can't meet it: wait in the router, 429, or prefill on D."""
+    slo_queue: int = 256
+    """Requests that wait at once; one more gets 429."""
+    slo_queue_s: float = 30.0
+    """One waits no longer: a client that has waited so long has mostly left."""
+    session_ttl_s: float = 7200.0
+    """A session that nobody used for so long is forgotten, and with it the engines that it was sent to."""
+    prefix_tokens: int = 0
+    """What one engine's prefix cache is taken to hold; 0 = as its metrics tell, else 400,000."""
 
     @property
     def colocated(self) -> bool:
@@ -126,6 +147,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def shows_dashboard(self) -> bool:
         """On the port of the clients: only where that is this machine alone, and nothing says otherwise."""
         return self.admin_port is None and not self.client_key_file and is_loopback(self.host)
+
+    @property
+    def watches_prefixes(self) -> bool:
+        """Keys of prompts cost some microseconds each: they are made where something looks at them."""
+        looked_at = {"prefix_aware", "session"} & {self.prefill_policy, self.decode_policy}
+        return bool(looked_at) or self.disaggregate != "always" or self.ttft_slo_ms > 0
 
     @property
     def bind_percent(self) -> int:
@@ -153,6 +180,16 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             settings.check()
         if not self.decode and not self.discover:
             raise ConfigError("no decode engine", hint="--decode URL")
+        for name, value in (
+            ("--ttft-slo", self.ttft_slo_ms),
+            ("--slo-queue", self.slo_queue),
+            ("--prefix-tokens", self.prefix_tokens),
+        ):
+            if value < 0:
+                raise ConfigError(f"{name}: {value:g}", hint="expected 0 or more")
+        if self.colocated and (self.disaggregate != "always" or self.ttft_slo_ms):
+            option = "--ttft-slo" if self.ttft_slo_ms else "--disaggregate"
+            raise ConfigError(f"{option} with colocated serving", hint="it is about prefill engines, and there is none")
         if not self.colocated and not self.prefill and not self.discover:
             raise ConfigError("no prefill engine", hint="--prefill URL, or --mode colocated")
         if self.colocated and self.prefill:

@@ -32,10 +32,15 @@ UPSTREAM_PREFILL: Params = {
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The prefill engine of one transfer, as far as it is known."""
+    """The prefill engine of one transfer, as far as it is known. `dp_rank`: the data-parallel rank that its leg is
+    pinned to, which the other two are of; None where it has but one."""
 
     spec: EngineSpec
     description: Description | None
+    dp_rank: int | None = None
+
+    def pinned(self, params: Params) -> Params:
+        return params if self.dp_rank is None else params | {"remote_dp_rank": self.dp_rank}
 
 
 class Dialect(Protocol):
@@ -77,7 +82,7 @@ class KVFerry:
         about = source.description
         if about is None:
             raise ConfigError(f"prefill engine {source.spec.url} was never described")
-        return {
+        params: Params = {
             "transfer_id": transfer_id,
             "do_remote_prefill": True,
             "mode": self.mode,
@@ -86,6 +91,7 @@ class KVFerry:
             "remote_engine_id": about.engine_id,
             "remote_tp_size": about.tp_size,
         }
+        return source.pinned(params)
 
     def lacks(self, transfer_id: TransferId, returned: Params | None) -> str:
         if not returned or returned.get("transfer_id") != transfer_id:
@@ -125,7 +131,7 @@ class UpstreamPull(Upstream):
     concurrent = False
 
     def decode(self, transfer_id: TransferId, plan: Plan, source: Source, returned: Params | None) -> Params:
-        return dict(returned or {})
+        return source.pinned(dict(returned or {}))
 
     def headers(self, transfer_id: TransferId) -> dict[str, str]:
         return {}
@@ -154,7 +160,7 @@ class UpstreamPush(Upstream):
         spec = source.spec
         # P's exact request id ends in a random suffix and cannot be known yet; upstream strips the suffix to match.
         external = _EXTERNAL.get(plan.route, "cmpl-{}-0").format(transfer_id)
-        return {
+        params: Params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": spec.engine_id,
@@ -166,6 +172,7 @@ class UpstreamPush(Upstream):
             "dcp_size": 1,
             "pp_size": 1,
         }
+        return source.pinned(params)
 
     def headers(self, transfer_id: TransferId) -> dict[str, str]:
         return {"X-Request-Id": transfer_id}

@@ -21,14 +21,16 @@ import msgspec
 from kvferry.errors import KVFerryError, PeerUnreachable, TransferTimeout
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.router import explain, wire
+from kvferry.router.ask import Ask
 from kvferry.router.connection import Response
-from kvferry.router.dialect import Dialect, Params, Source
+from kvferry.router.dialect import Dialect, Params
 from kvferry.router.faults import is_of_transfer, verdict_on
 from kvferry.router.openai import Body, Plan, decode_body, prefill_body
 from kvferry.router.pace import Pace
+from kvferry.router.placement import Placement
 from kvferry.router.pool import Engine, Role
 from kvferry.router.record import Event
-from kvferry.router.replies import LegFailed, recounted
+from kvferry.router.replies import LegFailed, Refusal, recounted
 from kvferry.router.services import Services
 from kvferry.router.sse import Watcher
 from kvferry.router.standing import Leg
@@ -53,7 +55,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """`choose`: picks D, raises `Refusal`. `prefill` None: D alone."""
+    """`choose`: picks D, raises `Refusal`. `prefill` None: D alone. `ask`: what the engines' loads grow by."""
 
     def __init__(
         self,
@@ -63,12 +65,19 @@ class Exchange:
         headers: Mapping[str, str],
         choose: Callable[[], Engine],
         prefill: Engine | None,
+        ask: Ask | None = None,
     ) -> None:
         self.transfer_id: TransferId = new_transfer_id()
-        self._choose, self._decode = choose, None if prefill and services.config.bind_percent else choose()
+        self._ask, self._choose = ask or Ask(), choose
+        self._placed: dict[Role, Placement] = {}
+        """Role -> where that leg is."""
         self.prefill = prefill
-        self.prefill_reply: Body | None = None
         self._services = services
+        if prefill is not None:
+            self._place(prefill, computes=True, decodes=False)
+        if prefill is None or not services.config.bind_percent:
+            self._place_decode()
+        self.prefill_reply: Body | None = None
         self._plan = plan
         self._part = part
         self._dialect = services.dialect if prefill is not None else None
@@ -86,26 +95,33 @@ class Exchange:
         self._begun = time.monotonic()
         self._closed = False
         self._let_go = asyncio.Event()
-        self._legs: dict[Role, Leg] = {role: engine.begin() for role, engine in self._engines().items()}
 
     @property
     def bound(self) -> bool:
         """D is chosen."""
-        return self._decode is not None
+        return "decode" in self._placed
 
     @property
     def decode(self) -> Engine:
-        assert self._decode is not None, "not bound yet"
-        return self._decode
+        assert self.bound, "not bound yet"
+        return self._placed["decode"].engine
 
     @property
     def urls(self) -> list[str]:
-        return [engine.url for engine in self._engines().values()]
+        return [placed.url for placed in self._placed.values()]
 
-    def _engines(self) -> dict[Role, Engine]:
-        """By what they are to this exchange: one engine that answers alone, of whichever role, is its D."""
-        both: tuple[tuple[Role, Engine | None], ...] = (("prefill", self.prefill), ("decode", self._decode))
-        return {role: engine for role, engine in both if engine is not None}
+    def _place(self, engine: Engine, *, computes: bool, decodes: bool) -> None:
+        placed = Placement(engine, self._ask, computes=computes, decodes=decodes, freed=self._services.pool.freed)
+        self._placed["decode" if decodes else "prefill"] = placed
+
+    def _place_decode(self) -> None:
+        """Raises `Refusal`; what was placed before is given up then."""
+        try:
+            self._place(self._choose(), computes=self.prefill is None, decodes=True)
+        except Refusal:
+            for placed in self._placed.values():
+                placed.release()
+            raise
 
     def note(self, event: str, *, t: float | None = None, **facts: Any) -> None:
         """`t`: wall-clock seconds, now if absent."""
@@ -128,9 +144,9 @@ class Exchange:
         if not self.bound:
             await self._bind(prefill, self.prefill)
         if not self._dialect.concurrent:
-            returned = (await self._prefilled(prefill, self._dialect, self.prefill)).get("kv_transfer_params")
-            return await self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, returned)))
-        decode = self._start(self._decode_leg(self._decode_params(self._dialect, self.prefill, None)))
+            returned = (await self._prefilled(prefill, self._dialect)).get("kv_transfer_params")
+            return await self._start(self._decode_leg(self._decode_params(self._dialect, returned)))
+        decode = self._start(self._decode_leg(self._decode_params(self._dialect, None)))
         return await self._first_of(prefill, decode)
 
     async def _bind(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
@@ -142,16 +158,16 @@ class Exchange:
             prefill.result()
         else:
             enough.result()
-        self._decode = self._choose()
-        self._legs["decode"] = self._decode.begin()
-        self.note("bound", decode=self._decode.url)
+        self._place_decode()
+        self.note("bound", decode=self.decode.url)
 
     async def _enough(self, prefill: asyncio.Task[Body], engine: Engine) -> None:
         """Until P has computed so much of the prompt, or, where it can't tell, has answered."""
-        spec, percent = engine.spec, self._services.config.bind_percent
+        where, percent = self._placed["prefill"], self._services.config.bind_percent
         if percent < 100:
             try:
-                reached = await inquiry.watch(spec.side_host, spec.side_port, self.transfer_id, percent, key=engine.key)
+                host, port = engine.spec.side_host, where.side_port
+                reached = await inquiry.watch(host, port, self.transfer_id, percent, key=engine.key)
                 if not reached.ended:
                     return
             except PeerUnreachable as error:
@@ -185,13 +201,13 @@ class Exchange:
         if decode.done() and _refused(decode.exception()):
             decode.result()
 
-    async def _prefilled(self, prefill: asyncio.Task[Body], dialect: Dialect, engine: Engine) -> Body:
+    async def _prefilled(self, prefill: asyncio.Task[Body], dialect: Dialect) -> Body:
         """P's reply, where D comes after it."""
         try:
             return await prefill
         except LegFailed as error:
             if _refused(error) and dialect.side_channel and self.bound:
-                await self._own_words(self._start(self._decode_leg(self._decode_params(dialect, engine, None))))
+                await self._own_words(self._start(self._decode_leg(self._decode_params(dialect, None))))
             raise
 
     async def prefilled(self) -> Body | None:
@@ -227,8 +243,8 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        for role, engine in self._engines().items():
-            engine.end(self._legs[role])
+        for placed in self._placed.values():
+            placed.release()
         for response in self._responses:
             response.close()
         for task in self._tasks:
@@ -246,7 +262,8 @@ class Exchange:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if let_go and self.prefill is not None:
-                outcome = await explain.abandon(self.prefill, self.transfer_id, let_go)
+                where = self._placed["prefill"].number
+                outcome = await explain.abandon(self.prefill, self.transfer_id, let_go, where)
                 self._services.metrics.abandons.labels(outcome).inc()
         finally:
             self._let_go.set()
@@ -262,16 +279,16 @@ class Exchange:
     def broke(self, error: KVFerryError) -> None:
         """The answer was cut by this after its first byte, which is D's failure, or the deadline's."""
         if error.code != TransferTimeout.code:
-            self._legs["decode"].settle("failed")
+            self._placed["decode"].leg.settle("failed")
 
     def _leg(self, side: str) -> Leg:
-        return self._legs["prefill" if side == "prefill" and self.prefill is not None else "decode"]
+        return self._placed["prefill" if side == "prefill" and self.prefill is not None else "decode"].leg
 
     def _judge(self, error: LegFailed) -> None:
         """Whose failure it was."""
         self._leg(error.side).settle(verdict_on(error))
         if is_of_transfer(error) and self.prefill is not None:
-            self._legs["prefill"].settle(verdict_on(error))
+            self._leg("prefill").settle(verdict_on(error))
 
     def late(self) -> LegFailed:
         """The request's deadline passed."""
@@ -306,8 +323,7 @@ class Exchange:
             metrics.pd_prefill_errors.labels(engine.url, error.code).inc()
             self._judge(error)
             raise
-        self._prefilled_at = time.monotonic()
-        self._legs["prefill"].settle("worked", self._prefilled_at - begun)
+        self._learn(reply, time.monotonic() - begun)
         metrics.pd_prefill_duration.labels(dialect.name).observe(self._prefilled_at - begun)
         self.note("prefill_done")
         self.prefill_reply = reply
@@ -331,7 +347,8 @@ class Exchange:
             return await self._stream_head(response)
         except LegFailed as error:
             if self._dialect is not None and self._dialect.side_channel and error.own_status >= 500:
-                error = await explain.why(engine, self.prefill, self.transfer_id, error)
+                where = self._placed["decode"].number
+                error = await explain.why(engine, self.prefill, self.transfer_id, error, where)
             metrics.pd_decode_errors.labels(engine.url, error.code).inc()
             self._judge(error)
             raise error from None
@@ -371,11 +388,29 @@ class Exchange:
         if not self.landed:
             self.landed = True
             since = max(self._asked_at, self._prefilled_at)
-            self._legs["decode"].settle("worked", time.monotonic() - since if self._plan.stream else None)
+            self._leg("decode").settle("worked", time.monotonic() - since if self._plan.stream else None)
             self.note("first_token")
+            placed, costs = self._placed["decode"], self._services.selection.costs
+            placed.prefilled()
+            if self._plan.stream and self.prefill is not None:
+                late = time.monotonic() - self._prefilled_at if self._prefilled_at else 0.0
+                costs.overhead.add(placed.uncached, late)
+
+    def _learn(self, reply: Body, took_s: float) -> None:
+        """P has answered: it is free of this prompt, and has shown what one costs."""
+        self._leg("prefill").settle("worked", took_s)
+        placed, costs = self._placed["prefill"], self._services.selection.costs
+        costs.prefill.add(placed.work, took_s)
+        self._prefilled_at = time.monotonic()
+        placed.prefilled()
+        usage = reply.get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        if self._ask.prompt is not None and isinstance(count, int):
+            costs.told(self._ask.prompt.nbytes, count)
 
     def saw(self, watcher: Watcher, chunk: bytes) -> bool:
-        """Feed what is relayed; True if this was the first token."""
+        """Feed what is relayed, about one token; True if this was the first one."""
+        self._placed["decode"].grow(1)
         self.pace.mark(chunk)
         if watcher.feed(chunk):
             self._token_seen()
@@ -386,7 +421,8 @@ class Exchange:
         """A 200, its body unread. Raises `LegFailed`."""
         raw = wire.dumps(body, self._plan.plain)
         try:
-            response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, self._headers)
+            headers = next(placed for placed in self._placed.values() if placed.engine is engine).headers(self._headers)
+            response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, headers)
         except LegFailed as error:
             if error.code == PeerUnreachable.code:
                 self._services.pool.suspect(engine, error.message)
@@ -400,8 +436,8 @@ class Exchange:
             raise refused
         return response
 
-    def _decode_params(self, dialect: Dialect, engine: Engine, returned: Params | None) -> Params:
-        return dialect.decode(self.transfer_id, self._plan, Source(engine.spec, engine.description), returned)
+    def _decode_params(self, dialect: Dialect, returned: Params | None) -> Params:
+        return dialect.decode(self.transfer_id, self._plan, self._placed["prefill"].source(), returned)
 
     def _start(self, leg: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         task = asyncio.create_task(leg)

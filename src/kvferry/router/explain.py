@@ -51,11 +51,13 @@ def cause_of(code: str) -> type[KVFerryError]:
     return _BY_CODE.get(code, TransferError)
 
 
-async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, error: LegFailed) -> LegFailed:
+async def why(
+    decode: Engine, prefill: Engine | None, transfer_id: TransferId, error: LegFailed, dp_rank: int = 0
+) -> LegFailed:
     """`error` (D's own) with the transfer's reason in it, where D's first rank says that the transfer failed."""
     spec = decode.spec
     try:
-        verdict = await inquiry.why(spec.side_host, spec.side_port, transfer_id, TIMEOUT_S, decode.key)
+        verdict = await inquiry.why(spec.side_host, decode.side_port(dp_rank), transfer_id, TIMEOUT_S, decode.key)
     except PeerUnreachable as unreachable:
         log.warning("no verdict on %s from %s: %s", transfer_id, decode.url, unreachable)
         return error
@@ -67,11 +69,11 @@ async def why(decode: Engine, prefill: Engine | None, transfer_id: TransferId, e
     return LegFailed(message, side="decode", peer=decode.url, cause=cause, verdict=verdict.code)
 
 
-async def abandon(prefill: Engine, transfer_id: TransferId, reason: str) -> str:
-    """Tell every rank of P; 'released', 'unknown' (it held nothing) or 'unreachable'."""
+async def abandon(prefill: Engine, transfer_id: TransferId, reason: str, dp_rank: int = 0) -> str:
+    """Tell every rank of P (of that data-parallel rank); 'released', 'unknown' (it held nothing) or 'unreachable'."""
     spec, about = prefill.spec, prefill.description
     ranks = range(about.tp_size if about is not None else 1)
-    where, key = (spec.side_host, spec.side_port), prefill.key
+    where, key = (spec.side_host, prefill.side_port(dp_rank)), prefill.key
     tellings = [inquiry.abandon(where[0], where[1] + rank, transfer_id, reason, key=key) for rank in ranks]
     told = await asyncio.gather(*tellings, return_exceptions=True)
     for answer in told:

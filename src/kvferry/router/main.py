@@ -25,11 +25,16 @@ from kvferry.router.discovery import DISCOVER
 from kvferry.router.guard_arguments import add_guarding, guarding_of
 from kvferry.router.outliers import OutlierSettings
 from kvferry.router.pool import Pool
+from kvferry.router.selection import Selection
+from kvferry.router.selection_arguments import add_selection, selection_of
 from kvferry.router.server import Server
 from kvferry.router.spec import parse_spec
 from kvferry.router.tls import server_context
 
-SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
+SPEC = (
+    "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N][,dp=N][,topology=LABEL][,kv_events=HOST:PORT]; "
+    "the side channel defaults to the URL's host, port 5600"
+)
 BACKLOG = 1024
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
@@ -88,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
     add_guarding(parser)
+    add_selection(parser)
+    add_staying(parser)
+
+
+def add_staying(parser: argparse.ArgumentParser) -> None:
+    """How the router outlives its engines."""
+    default = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
     parser.add_argument(
         "--retries",
         type=int,
@@ -155,6 +167,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         drain_timeout_s=args.drain_timeout,
         breaker=BreakerSettings(failures=args.breaker_failures, open_s=args.breaker_open),
         outliers=OutlierSettings(enabled=not args.no_outlier_ejection),
+        **selection_of(args),
     )
     config.check()
     return config
@@ -190,6 +203,10 @@ class Running:
     @property
     def pool(self) -> Pool:
         return self._app[ROUTER].services.pool
+
+    @property
+    def selection(self) -> Selection:
+        return self._app[ROUTER].services.selection
 
     async def __aenter__(self) -> Running:
         """Raises `ConfigError` if the address cannot be bound."""

@@ -14,18 +14,25 @@ from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvferry.auth import AuthKey, load_key
 from kvferry.errors import CompatError, KeyRefused, KVFerryError, PeerUnreachable
 from kvferry.observe.metrics import RouterMetrics
 from kvferry.protocol.messages import Description
+from kvferry.router.ask import Ask
 from kvferry.router.breaker import BreakerSettings
 from kvferry.router.config import RouterConfig
 from kvferry.router.dialect import Dialect
+from kvferry.router.kv_events import listen
 from kvferry.router.outliers import Outliers, OutlierSettings
-from kvferry.router.policy import Snapshot, known_models, round_robin
+from kvferry.router.policy import Policy, Snapshot, choose, eligible, known_models
+from kvferry.router.rank import Rank
 from kvferry.router.replies import Refusal
+from kvferry.router.sessions import Sessions
 from kvferry.router.spec import DEFAULT_SIDE_CHANNEL_PORT, EngineSpec
 from kvferry.router.standing import Leg, Standing
+from kvferry.router.survey import Build, survey
 from kvferry.router.upstream import Upstream
 from kvferry.transfer import inquiry
 
@@ -35,6 +42,8 @@ Role = Literal["prefill", "decode"]
 PROBE_TIMEOUT_S = 2.0
 UNREADY_INTERVAL_S = 0.25
 JUDGE_INTERVAL_S = 1.0
+PREFIX_TOKENS = 400_000
+"""Of an engine that tells nothing of its cache: 50 GB of KV at 128 KiB per token."""
 CANNOT: dict[Role, str] = {"prefill": "consumer", "decode": "producer"}
 
 
@@ -46,6 +55,7 @@ class Engine:
         spec: EngineSpec,
         role: Role,
         key: AuthKey | None = None,
+        prefix_tokens: int = 0,
         standing: Standing | None = None,
         source: str = "command line",
     ) -> None:
@@ -58,6 +68,11 @@ class Engine:
         self.idle = asyncio.Event()
         self.idle.set()
         self.spec = spec
+        self._prefix_tokens = prefix_tokens
+        self.ranks: list[Rank] = []
+        self._listeners: list[asyncio.Task[None]] = []
+        self.descriptions: list[Description] = []
+        self.set_ranks(spec.dp or 1)
         self.key = key
         self.role: Role = role
         self.ready = False
@@ -101,9 +116,64 @@ class Engine:
         if self.in_flight == 0:
             self.idle.set()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, ask: Ask | None = None, last: str = "") -> Snapshot:
+        """`last`: the URL where the ask's session was last."""
         models = None if self.models is None else frozenset(self.models)
-        return Snapshot(url=self.url, ready=self.takes, models=models, in_flight=self.in_flight)
+        loads = [rank.load.prefill if self.role == "prefill" else rank.load.held for rank in self.ranks]
+        return Snapshot(
+            url=self.url,
+            ready=self.takes,
+            models=models,
+            in_flight=self.in_flight,
+            tokens=sum(loads) // len(loads),
+            matched=0 if ask is None else max(self.matched(number, ask) for number in range(len(self.ranks))),
+            sticky=bool(last) and last == self.url,
+            topology=self.spec.topology,
+        )
+
+    # -- data-parallel ranks
+
+    def set_ranks(self, count: int) -> None:
+        """Their number can only grow: legs may be running on each."""
+        while len(self.ranks) < count:
+            self.ranks.append(Rank(self._prefix_tokens or PREFIX_TOKENS, bool(self.spec.events_host)))
+
+    def built(self, build: Build | None) -> None:
+        """What its metrics tell; what the command line says goes before it. From here on its KV events are read."""
+        if build is not None:
+            self.set_ranks(self.spec.dp or build.ranks)
+            for rank in self.ranks:
+                rank.caches = build.caches
+                if build.prefix_tokens and not self._prefix_tokens:
+                    rank.sent.resize(build.prefix_tokens)
+        for number, rank in enumerate(self.ranks[len(self._listeners) :], len(self._listeners)):
+            if rank.blocks is not None:
+                reading = listen(self.spec.events_host, self.spec.events_port + number, rank.blocks)
+                self._listeners.append(asyncio.create_task(reading, name=f"KV events {self.url}"))
+
+    async def close(self) -> None:
+        """Its KV events are read no more."""
+        for task in self._listeners:
+            task.cancel()
+        await asyncio.gather(*self._listeners, return_exceptions=True)
+        self._listeners.clear()
+
+    def side_port(self, number: int) -> int:
+        """Of a data-parallel rank's first tensor-parallel rank: ours keep a port for each of these, vLLM's one."""
+        width = 1 if self.description is None else self.description.tp_size
+        return self.spec.side_port + number * width
+
+    def matched(self, number: int, ask: Ask) -> int:
+        """Leading tokens of the prompt that this rank is thought to hold."""
+        entry = (self.models or {}).get(ask.model or "")
+        adapter = ask.model or "" if isinstance(entry, dict) and entry.get("parent") else ""
+        return self.ranks[number].matched(ask, adapter)
+
+    def pin(self, ask: Ask) -> int:
+        """The data-parallel rank that has the least to do when it takes this."""
+        loads = [rank.load.prefill + rank.load.held for rank in self.ranks]
+        numbers = range(len(loads))
+        return min(numbers, key=lambda n: (loads[n] - self.matched(n, ask), self.ranks[n].load.requests))
 
 
 class Pool:
@@ -133,6 +203,9 @@ class Pool:
             "prefill": [self.make(spec, "prefill") for spec in prefill],
             "decode": [self.make(spec, "decode") for spec in config.decode],
         }
+        self.sessions = Sessions(config.session_ttl_s)
+        self.freed: Callable[[], None] = lambda: None
+        """Called when an engine has less to compute than before."""
         self._turns: dict[Role, int] = {"prefill": 0, "decode": 0}
         self._started = False
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
@@ -148,14 +221,14 @@ class Pool:
         tasks = [*self._tasks.values(), *self._ending]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *(engine.close() for engine in self.all()), return_exceptions=True)
 
     # -- members; `membership.py` says who comes and goes
 
     def make(self, spec: EngineSpec, role: Role, source: str = "command line") -> Engine:
         config = self._config
         standing = Standing(config.breaker, config.outliers, self._clock, lambda: self._judge(role))
-        return Engine(spec, role, self._key, standing, source)
+        return Engine(spec, role, self._key, config.prefix_tokens, standing, source)
 
     def enter(self, engine: Engine) -> None:
         self.engines[engine.role].append(engine)
@@ -168,9 +241,11 @@ class Pool:
         self.outliers[engine.role].forget(engine.url)
         task = self._tasks.pop(engine, None)
         if task is not None:
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
             task.cancel()
+            ending = asyncio.create_task(engine.close())
+            for one in (task, ending):
+                self._ending.add(one)
+                one.add_done_callback(self._ending.discard)
         self._changed.set()
 
     def _attend(self, engine: Engine) -> None:
@@ -224,19 +299,40 @@ class Pool:
             said = "; ".join(no_engine(role, self.engines[role]).message for role in missing)
             raise Refusal(503, f"no_{missing[0]}_engine", said)
 
-    def pick(self, role: Role, model: str | None, *, avoid: frozenset[str] = frozenset()) -> Engine:
-        """Raises `Refusal` 503 naming the role and what each of its engines said. `avoid`: urls that are taken only if
-        no other can be; so are those that are left out for doing worse."""
-        engines = self.engines[role]
-        well = [engine for engine in engines if not self.ejected_for(role, engine.url)]
-        chosen = None
-        for group in ([engine for engine in well if engine.url not in avoid], well, engines):
-            chosen = chosen or round_robin([engine.snapshot() for engine in group], self._turns[role], model)
-        if chosen is None:
-            raise no_engine(role, engines)
-        if not avoid:  # a second try takes nobody's turn, or of two engines one would always be first
+    def pick(self, role: Role, ask: Ask | str | None, *, avoid: frozenset[str] = frozenset()) -> Engine:
+        """By the role's policy; `ask` may be just a model's name. Raises `Refusal` 503 naming the role and what each of
+        its engines said. `avoid`: urls that are taken only if no other can be."""
+        if not isinstance(ask, Ask):
+            ask = Ask(model=ask)
+        if avoid:
+            ask = msgspec.structs.replace(ask, avoid=ask.avoid | avoid)
+        chosen = self.peek(role, ask)
+        if not ask.avoid:  # a second try takes nobody's turn, or of two engines one would always be first
             self._turns[role] += 1
-        return next(engine for engine in engines if engine.url == chosen.url)
+        self.sessions.keep(ask.session, role, chosen.url)
+        return next(engine for engine in self.engines[role] if engine.url == chosen.url)
+
+    def peek(self, role: Role, ask: Ask) -> Snapshot:
+        """What `pick` would take: one that was not tried yet and doesn't do worse than the others, where there is one.
+        Raises `Refusal`."""
+        snapshots, turn = self._snapshots(role, ask), self._turns[role]
+        ejected = frozenset(engine.url for engine in self.engines[role] if self.ejected_for(role, engine.url))
+        for avoid in dict.fromkeys((ask.avoid | ejected, ejected, frozenset())):
+            chosen = choose(self._policy(role), snapshots, msgspec.structs.replace(ask, avoid=avoid), turn)
+            if chosen is not None:
+                return chosen
+        raise no_engine(role, self.engines[role])
+
+    def able(self, role: Role, ask: Ask) -> list[Snapshot]:
+        """The engines that could take it."""
+        return eligible(self._snapshots(role, ask), ask)
+
+    def _policy(self, role: Role) -> Policy:
+        return self._config.prefill_policy if role == "prefill" else self._config.decode_policy
+
+    def _snapshots(self, role: Role, ask: Ask) -> list[Snapshot]:
+        last = self.sessions.last(ask.session, role) if ask.session else ""
+        return [engine.snapshot(ask, last) for engine in self.engines[role]]
 
     def known(self, model: str | None) -> str | None:
         """`model` where both sides serve it. None otherwise: then any engine says itself that it doesn't."""
@@ -317,31 +413,45 @@ class Pool:
         now = time.monotonic()
         if now - engine.described_at < self._config.describe_interval_s:
             return
+        if not engine.ready:
+            engine.built(await survey(engine.url, self._upstream, self._config.api_key))
         if self._dialect is not None and self._dialect.side_channel:
             try:
-                engine.description = await self._describe(engine)
+                await self._describe_ranks(engine)
             except KVFerryError as error:
                 error.hint = "; ".join(filter(None, (_defaulted(engine.spec), error.hint)))
                 raise
         engine.models = await self._models(engine)
         engine.described_at = now
 
-    async def _describe(self, engine: Engine) -> Description:
-        spec = engine.spec
-        about = await inquiry.describe(spec.side_host, spec.side_port, PROBE_TIMEOUT_S, engine.key)
+    async def _describe_ranks(self, engine: Engine) -> None:
+        """Of each data-parallel rank. One that lives anew has an empty cache."""
+        found = [await self._describe(engine, 0)]
+        engine.description = found[0]
+        for number in range(1, len(engine.ranks)):
+            found.append(await self._describe(engine, number))
+        for rank, old, new in zip(engine.ranks, engine.descriptions, found, strict=False):
+            if old.life != new.life:
+                rank.forget()
+        engine.descriptions = found
+
+    async def _describe(self, engine: Engine, number: int) -> Description:
+        spec, port = engine.spec, engine.side_port(number)
+        suffix = f"_dp{number}" if len(engine.ranks) > 1 else ""
+        about = await inquiry.describe(spec.side_host, port, PROBE_TIMEOUT_S, engine.key)
         if CANNOT[engine.role] in about.role:
             raise CompatError(
                 f"{engine.role} engine {engine.url} runs KVFerryConnector as {about.role}",
                 hint="swap --prefill and --decode, or start it with the other kv_role",
             )
         for name, told, found in (
-            ("engine_id", spec.engine_id, about.engine_id),
+            ("engine_id", spec.engine_id and spec.engine_id + suffix, about.engine_id),
             ("tp", spec.tp, about.tp_size),
         ):
             if told and told != found:
                 raise CompatError(
                     f"{engine.role} engine {engine.url}: told {name}={told}, its side channel says {found}",
-                    hint=f"is {spec.side_host}:{spec.side_port} the side channel of that engine?",
+                    hint=f"is {spec.side_host}:{port} the side channel of that engine?",
                 )
         return about
 

@@ -96,7 +96,7 @@ def error_response(error: KVFerryError, transfer_id: str = "") -> web.Response:
     if isinstance(error, Refusal):
         headers.update(error.headers)
     if error.http_status in (429, 503):
-        headers["Retry-After"] = "1"
+        headers["Retry-After"] = str(getattr(error, "retry_after_s", 1))
         headers["x-kvferry-reason"] = error.code
     body = json.dumps(error_facts(error, transfer_id)).encode()
     return web.Response(status=error.http_status, body=body, content_type="application/json", headers=headers)

@@ -14,16 +14,16 @@ from multidict import CIMultiDict
 
 from kvferry.errors import KVFerryError
 from kvferry.router import edits, fanin, merge, openai, passage, record, traceparent, usage, wire
+from kvferry.router.ask import Ask
 from kvferry.router.attempts import open_part
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.echo import Echo
 from kvferry.router.openai import Body, Plan, Route
 from kvferry.router.pace import Tokens, tokens_told
-from kvferry.router.pool import Engine
 from kvferry.router.recent import clipped
 from kvferry.router.record import Leg, Record
 from kvferry.router.relay import relay
-from kvferry.router.replies import LegFailed, Refusal, error_response
+from kvferry.router.replies import LegFailed, error_response
 from kvferry.router.server import Request, Stream
 from kvferry.router.services import Services
 from kvferry.router.upstream import returned
@@ -70,7 +70,11 @@ class Generation:
             if plan is None:
                 failure = "no request"
                 await passage.in_its_words(self._services, self._request, raw)
-            self._dispatch(plan)
+            self._asked = plan
+            self._services.pool.require(local_prefill=self._services.config.allow_local_prefill)
+            asks = [self._services.selection.ask(part, plan, self._request.headers) for part in plan.parts]
+            verdict = await self._services.selection.admit(asks, self._client(asks[0]), self._deadline)
+            self._dispatch(plan, asks, alone=verdict == "colocated")
             async with asyncio.timeout_at(self._deadline):
                 answers = await self._open()
             if answers[0].watcher is None:
@@ -117,12 +121,12 @@ class Generation:
         dialect.refuse(plan)
         return plan
 
-    def _dispatch(self, plan: Plan) -> None:
+    def _client(self, ask: Ask) -> str:
+        """Who waits in turn with others: a session, a key, or an address."""
+        return ask.session or self._request.headers.get("Authorization", "") or self._request.remote or ""
+
+    def _dispatch(self, plan: Plan, asks: Sequence[Ask], *, alone: bool) -> None:
         """Choose the engines, for each part its own pair. Nothing is sent yet."""
-        self._asked = plan
-        pool, config = self._services.pool, self._services.config
-        pool.require(local_prefill=config.allow_local_prefill)
-        model = pool.known(plan.model)
         headers = CIMultiDict(self._request.headers)
         if self._span is not None:
             headers[traceparent.HEADER] = self._span.header
@@ -130,28 +134,21 @@ class Generation:
             headers.setdefault(
                 "X-Request-Id", uuid.uuid4().hex
             )  # the parts' replies carry one id, as one engine's would
-        self._pairs = [functools.partial(self._pair, plan, part, model, headers) for part in plan.parts]
+        self._pairs = [
+            functools.partial(self._pair, plan, part, ask, headers, alone)
+            for part, ask in zip(plan.parts, asks, strict=True)
+        ]
         for pair in self._pairs:
             self._exchanges.append(pair(frozenset()))
         if "X-Request-Id" in self._request.headers:
             self._reply_headers["X-Request-Id"] = self._request.headers["X-Request-Id"]
 
     def _pair(
-        self, plan: Plan, part: Body, model: str | None, headers: Mapping[str, str], avoid: frozenset[str]
+        self, plan: Plan, part: Body, ask: Ask, headers: Mapping[str, str], alone: bool, avoid: frozenset[str]
     ) -> Exchange:
         """Choose the engines of one try of one part. Raises `Refusal`."""
-        pool = self._services.pool
-        decode = functools.partial(pool.pick, "prefill" if plan.alone else "decode", model, avoid=avoid)
-        prefill: Engine | None = None
-        if self._services.dialect is not None and not plan.alone:
-            try:
-                prefill = pool.pick("prefill", model, avoid=avoid)
-            except Refusal as refusal:
-                if not self._services.config.allow_local_prefill:
-                    raise
-                log.warning("a decode engine computes a prompt itself: %s", refusal)
-                self._services.metrics.local_prefills.inc()
-        exchange = Exchange(self._services, plan, part, headers, decode, prefill)
+        choice = self._services.selection.choose(plan, ask, avoid=avoid, alone=alone)
+        exchange = Exchange(self._services, plan, part, headers, choice.decode, choice.prefill, choice.ask)
         self._made += 1
         exchange.note("received", t=self._received, request_id=self._request.headers.get("X-Request-Id", ""))
         return exchange

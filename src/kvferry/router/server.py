@@ -91,6 +91,11 @@ class Request:
         return self._body
 
     @property
+    def remote(self) -> str:
+        """The client's address."""
+        return self._connection.remote
+
+    @property
     def secure(self) -> bool:
         return self._connection.secure
 
@@ -172,6 +177,11 @@ class Connection(asyncio.Protocol):
     @property
     def secure(self) -> bool:
         return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
+
+    @property
+    def remote(self) -> str:
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if isinstance(peer, tuple) else ""
 
     # -- for requests and streams
 

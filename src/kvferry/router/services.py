@@ -14,6 +14,7 @@ from kvferry.router.dialect import Dialect
 from kvferry.router.membership import Membership
 from kvferry.router.pool import Pool
 from kvferry.router.seen import Seen
+from kvferry.router.selection import Selection
 from kvferry.router.upstream import Upstream
 from kvferry.story import Story
 
@@ -25,6 +26,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     dialect: Dialect | None
     pool: Pool
     members: Membership
+    selection: Selection
     upstream: Upstream
     story: Story
     metrics: RouterMetrics

@@ -1,4 +1,4 @@
-"""One engine as the command line names it: `URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]`. Pure.
+"""One engine as the command line names it: `URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]...`. Pure.
 
 IPv6 hosts are bracketed in both places. The side channel defaults to the URL's host and port 5600.
 """
@@ -13,18 +13,26 @@ import msgspec
 from kvferry.errors import ConfigError, unknown_name
 
 DEFAULT_SIDE_CHANNEL_PORT = 5600  # upstream's and ours: VLLM_NIXL_SIDE_CHANNEL_PORT's default
-OPTIONS = ("side_channel", "engine_id", "tp")
+OPTIONS = ("side_channel", "engine_id", "tp", "dp", "topology", "kv_events")
 EXAMPLE = "http://127.0.0.1:8100,side_channel=127.0.0.1:5600"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where one engine is. `url` has no trailing slash; `engine_id` "" and `tp` 0 mean 'not told'."""
+    """Where one engine is. `url` has no trailing slash; `engine_id` "" and `tp` 0 mean 'not told'.
+
+    `dp`: data-parallel ranks behind this URL, 0: not told. `topology`: a label, such as a rack's name, "" for none.
+    `events_host` and `events_port`: where its first rank publishes KV events, rank r on the port + r; "" if it doesn't.
+    """
 
     url: str
     side_host: str
     side_port: int
     engine_id: str = ""
     tp: int = 0
+    dp: int = 0
+    topology: str = ""
+    events_host: str = ""
+    events_port: int = 0
 
 
 def parse_spec(text: str) -> EngineSpec:
@@ -44,12 +52,19 @@ def parse_spec(text: str) -> EngineSpec:
     side_host, side_port = host, DEFAULT_SIDE_CHANNEL_PORT
     if "side_channel" in options:
         side_host, side_port = parse_host_port(options["side_channel"], f"engine {url}: side_channel")
+    events_host, events_port = "", 0
+    if "kv_events" in options:
+        events_host, events_port = parse_host_port(options["kv_events"], f"engine {url}: kv_events")
     return EngineSpec(
         url=url,
         side_host=side_host,
         side_port=side_port,
         engine_id=options.get("engine_id", ""),
         tp=_positive(options["tp"], f"engine {url}: tp") if "tp" in options else 0,
+        dp=_positive(options["dp"], f"engine {url}: dp") if "dp" in options else 0,
+        topology=options.get("topology", ""),
+        events_host=events_host,
+        events_port=events_port,
     )
 
 

@@ -69,6 +69,7 @@ class Engine:
         self.models = [MODEL]
         self.key = ""
         self.health = 200
+        self.metrics = ""
         self.probes: list[tuple[str, Any]] = []
         self._news = asyncio.Condition()
         self.side = SideChannel(role, host)
@@ -87,6 +88,7 @@ class Engine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/{tail:.*}", self._post)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2, keepalive_timeout=keepalive_timeout
@@ -112,6 +114,9 @@ class Engine:
     async def _health(self, request: web.Request) -> web.Response:
         self.probes.append((request.path, request.headers.copy()))
         return web.Response(status=self.health if self._let_in(request) else 401)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics, status=200 if self.metrics and self._let_in(request) else 404)
 
     async def _models(self, request: web.Request) -> web.Response:
         self.probes.append((request.path, request.headers.copy()))
@@ -155,12 +160,19 @@ class SideChannel:
         self._news = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0) -> None:
+        """Raises `zmq.ZMQError` if `port` is taken."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.ipv6 = ":" in self.host
         host = f"[{self.host}]" if ":" in self.host else self.host
-        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+        if port:
+            try:
+                self._socket.bind(f"tcp://{host}:{port}")
+            except zmq.ZMQError:
+                self._socket.close()
+                raise
+        self.port = port or self._socket.bind_to_random_port(f"tcp://{host}")
         self._task = asyncio.create_task(self._serve())
 
     async def stop(self) -> None:
@@ -361,6 +373,7 @@ async def serving(
     decode: list[Engine] | None = None,
     ready: bool = True,
     spec: dict[str, Any] | None = None,
+    decode_spec: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Pair]:
     """A started pair; retries are off if not told. Those of its engines that are not started yet (port 0) are started
@@ -377,7 +390,7 @@ async def serving(
         settings = RouterConfig(
             port=config.pop("port", 0),
             prefill=tuple(engine.spec(**(spec or {})) for engine in prefills),
-            decode=tuple(engine.spec() for engine in decodes),
+            decode=tuple(engine.spec(**(decode_spec or {})) for engine in decodes),
             **{"retries": 0, **config},
         )
         running = await stack.enter_async_context(Running(settings))

@@ -185,7 +185,7 @@ async def test_the_part_that_failed_is_tried_again_alone() -> None:
         status, headers, raw = await pair.complete(prompt=["alpha", "beta"])
         assert status == 200
         assert [choice["text"] for choice in json.loads(raw)["choices"]] == ['["alpha"]', '["beta"]']
-        assert [call.body["prompt"] for call in pair.p.calls].count("alpha") == 1 and len(pair.p.calls) == 3
+        assert [call.body["prompt"] for call in pair.p.calls].count(["alpha"]) == 1 and len(pair.p.calls) == 3
         assert failed[0] not in headers["x-kvferry-transfer-id"].split(",")
         await pair.p.side.abandon_of(failed[0])
 

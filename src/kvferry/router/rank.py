@@ -1,0 +1,36 @@
+"""One data-parallel rank of an engine, as far as choosing goes: its load, and what its prefix cache may hold."""
+
+from __future__ import annotations
+
+from kvferry.router.ask import Ask
+from kvferry.router.cache import SentPrompts
+from kvferry.router.kv_events import CachedBlocks
+from kvferry.router.load import Load
+
+SETTLE_S = 2.0
+"""With KV events: a prompt sent so recently counts, though the engine has not stored it yet."""
+
+
+class Rank:
+    """`blocks`: by the engine's own events; None: it publishes none. `caches`: prefixes, as far as is known."""
+
+    def __init__(self, prefix_tokens: int, events: bool) -> None:
+        self.load = Load()
+        self.sent = SentPrompts(prefix_tokens)
+        self.blocks = CachedBlocks() if events else None
+        self.caches = True
+
+    def matched(self, ask: Ask, lora: str = "") -> int:
+        """Leading tokens of the prompt that it holds; less than all, since the last one is always computed."""
+        prompt = ask.prompt
+        if prompt is None or not prompt.tokens or not self.caches:
+            return 0
+        stored = self.blocks.matched(prompt, lora) if self.blocks is not None else None
+        found = self.sent.matched(prompt) if stored is None else max(stored, self.sent.matched(prompt, SETTLE_S))
+        return max(0, min(found * ask.tokens // prompt.tokens, ask.tokens - 1))
+
+    def forget(self) -> None:
+        """The engine began a new life."""
+        self.sent.clear()
+        if self.blocks is not None:
+            self.blocks.clear()
