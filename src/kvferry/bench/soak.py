@@ -345,11 +345,13 @@ def sim_spec(profile: str, state_dir: Path | str = "") -> DeploymentSpec:
 
 
 def vllm_spec(model: str, state_dir: Path | str = "") -> DeploymentSpec:
-    """One of each role. Without prefix caching: what is computed in other pieces may differ in its last bits."""
+    """One of each role. In float32 and without prefix caching: greedy tokens must not hang on rounding, and in bfloat16
+    they change with the batch."""
     return DeploymentSpec(
         mode="push",
         engine="vllm",
         model=model,
+        dtype="float32",
         router=False,
         debug_invariants=True,
         vllm_args=("--no-enable-prefix-caching",),

@@ -20,7 +20,7 @@ from kvferry.launch.spec import DEFAULT_PROFILE, ENGINES
 
 MODES = ("push", "stream", "pull")
 SIM_PACE = Pace(every_s=2.0, apart_s=8.0, ready_s=30.0)
-VLLM_PACE = Pace(every_s=6.0, apart_s=45.0, ready_s=240.0)
+VLLM_PACE = Pace(every_s=6.0, apart_s=60.0, ready_s=240.0)
 SIM_BOUND_S, VLLM_BOUND_S = 15.0, 40.0
 
 

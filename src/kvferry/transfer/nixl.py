@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import ConfigError, FabricError
+from kvferry.transfer.agents import Agents
 from kvferry.transfer.fabric import Addresses, Handle, Note, Op, PeerName
 
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")
@@ -51,7 +52,9 @@ class NixlFabric:
         self._memory: list[tuple[list[tuple[int, int]], str]] = []
         self._device = "cpu"
         self._closed = False
+        self._posted: dict[Handle, PeerName] = {}  # and not released
         self._agent = self._make_agent()
+        self._agents = Agents(self._load_agent, self._remove_agent)
 
     def _make_agent(self) -> Any:
         config = self._api.nixl_agent_config(
@@ -81,13 +84,19 @@ class NixlFabric:
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> PeerName:
+        return self._agents.add(metadata)
+
+    def remove_peer(self, peer: PeerName) -> None:
+        self._agents.let_go(peer)
+
+    def _load_agent(self, metadata: bytes) -> PeerName:
         try:
             name = self._agent.add_remote_agent(metadata)
         except self._errors as error:
             raise FabricError(f"NIXL could not add the peer's agent: {error}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def remove_peer(self, peer: PeerName) -> None:
+    def _remove_agent(self, peer: PeerName) -> None:
         try:
             self._agent.remove_remote_agent(peer)
         except self._errors:
@@ -103,6 +112,8 @@ class NixlFabric:
         remote_device: str,
         note: bytes = b"",
     ) -> Handle:
+        if self._agents.at_rest(peer):
+            raise FabricError(f"NIXL {op} to {peer} could not be posted: not a peer")
         local_type, local_index = _seg(self._device)
         remote_type, remote_index = _seg(remote_device)
         mine = np.column_stack((local, nbytes, np.full_like(local, local_index)))
@@ -117,30 +128,42 @@ class NixlFabric:
             )
             state = self._agent.transfer(handle)
         except self._errors as error:
+            self._agents.failed(peer)
             raise FabricError(f"NIXL {op} to {peer} could not be posted: {error}") from error
         if state == "ERR":
             self.release(handle)
+            self._agents.failed(peer)
             raise FabricError(f"NIXL {op} to {peer} was refused")
+        self._posted[handle] = peer
         return handle  # type: ignore[no-any-return]
 
     def repost(self, handle: Handle) -> None:
         try:
             state = self._agent.transfer(handle)
         except self._errors as error:
+            self._has_failed(handle)
             raise FabricError(f"NIXL transfer could not be posted again: {error}") from error
         if state == "ERR":
+            self._has_failed(handle)
             raise FabricError("NIXL transfer was refused when it was posted again")
 
     def check(self, handle: Handle) -> bool:
         try:
             state = self._agent.check_xfer_state(handle)
         except self._errors as error:
+            self._has_failed(handle)
             raise FabricError(f"NIXL transfer failed: {error}") from error
         if state == "ERR":
+            self._has_failed(handle)
             raise FabricError("NIXL transfer failed")
         return bool(state == "DONE")
 
+    def _has_failed(self, handle: Handle) -> None:
+        if handle in self._posted:
+            self._agents.failed(self._posted[handle])
+
     def release(self, handle: Handle) -> None:
+        self._posted.pop(handle, None)
         try:
             self._agent.release_xfer_handle(handle)
         except self._errors:
@@ -157,6 +180,7 @@ class NixlFabric:
         self._let_go()
         memory, self._memory = self._memory, []
         self._agent = self._make_agent()
+        self._agents = Agents(self._load_agent, self._remove_agent)
         for regions, device in memory:
             self.register(regions, device)
 
@@ -172,4 +196,5 @@ class NixlFabric:
             except self._errors:
                 continue
         self._registered.clear()
+        self._posted.clear()
         del self._agent
