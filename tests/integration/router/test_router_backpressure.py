@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 IN_SOCKETS = 64 * MIB
 """What the kernel may keep of two loopback connections, which it sizes itself: beyond it the engine must wait."""
 IN_MEMORY = 16 * MIB
-SOAK = Path(__file__).parents[3] / "scripts" / "soak.py"
+MANY = Path(__file__).parents[3] / "scripts" / "many_streams.py"
 
 
 async def test_a_slow_client_holds_the_engine_not_memory() -> None:
@@ -103,8 +103,8 @@ async def ask(host: str, port: int, body: dict) -> bytes:
 
 @pytest.mark.timeout(180)
 def test_many_streams_clients_that_leave_and_engines_that_are_killed(tmp_path: Path) -> None:
-    """C19, small: `scripts/soak.py` for twelve seconds; the full run is 2,000 streams for five minutes."""
-    line = [sys.executable, str(SOAK), "--minutes", "0.2", "--streams", "200", "--events", "6", "--pace", "0.4"]
+    """C19, small: `scripts/many_streams.py` for twelve seconds; the full run is 2,000 streams for five minutes."""
+    line = [sys.executable, str(MANY), "--minutes", "0.2", "--streams", "200", "--events", "6", "--pace", "0.4"]
     line += ["--kill-every", "3", "--down", "1", "--leave", "0.05", "--log", str(tmp_path / "router.log")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([*line, "--json", str(tmp_path / "soak.json")], capture_output=True, text=True, env=env)

@@ -1,6 +1,6 @@
 """Many streams through one router for minutes, while clients leave and engines are killed and come back.
 
-    python scripts/soak.py --minutes 5 --streams 2000 --json soak.json
+    python scripts/many_streams.py --minutes 5 --streams 2000 --json streams.json
 
 Engines are stand-ins (tests/support/stand_in.py) in processes of their own, the router is `kvferry router`. Exit code 0
 only if every request had a typed end, the router's memory stayed flat, and descriptors and tasks went back to what they
