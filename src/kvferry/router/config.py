@@ -99,9 +99,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def watches_prefixes(self) -> bool:
-        """Keys of prompts cost some microseconds each: they are made where something looks at them."""
-        looked_at = {"prefix_aware", "session"} & {self.prefill_policy, self.decode_policy}
-        return bool(looked_at) or self.disaggregate != "always" or self.ttft_slo_ms > 0
+        """Keys of prompts cost some microseconds each: they are made where something looks at them. Every load does:
+        what an engine has cached it need not compute."""
+        by_load = {self.prefill_policy, self.decode_policy} - {"round_robin", "random"}
+        return bool(by_load) or self.disaggregate != "always" or self.ttft_slo_ms > 0
 
     @property
     def bind_percent(self) -> int:
