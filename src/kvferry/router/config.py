@@ -71,7 +71,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     allow_local_prefill: bool = False
     """With no prefill engine ready, let D compute the prompt itself (counted, and warned about)."""
     prefill_policy: Policy = "prefix_aware"
-    """Fewest tokens to compute, cached ones left out: see docs/router.md for the measurements behind both defaults."""
+    """Fewest tokens to compute; `bench/policies.sh` compares it with the others."""
     decode_policy: Policy = "least_loaded"
     disaggregate: Setting = "always"
     """Below so many uncached tokens, or where that is cheaper by what was seen ('auto'), D computes a prompt itself.
