@@ -145,7 +145,12 @@ class Stream:
 @contextlib.asynccontextmanager
 async def serving(*, api_keys: tuple[str, ...] = (), faults: bool = False) -> AsyncIterator[Front]:
     config = ServerConfig(
-        names=("toy", "other"), max_model_len=MAX_LEN, vocab_size=VOCAB, api_keys=api_keys, faults=faults
+        names=("toy", "other"),
+        max_model_len=MAX_LEN,
+        vocab_size=VOCAB,
+        api_keys=api_keys,
+        faults=faults,
+        cache={"block_size": 16, "num_gpu_blocks": 7},
     )
     server = Server(config, BUILTIN)
     server.engine = engine = ScriptedLoop(server)

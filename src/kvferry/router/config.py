@@ -118,7 +118,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     discover: tuple[str, ...] = ()
     """Sources of engines besides `prefill` and `decode`: `[ROLE=]KIND:WHERE[,NAME=VALUE]...`, see `discovery.py`."""
     prefill_policy: Policy = "prefix_aware"
-    """Fewest tokens to compute, cached ones left out: see docs/router.md for the measurements behind both defaults."""
+    """Fewest tokens to compute; `bench/policies.sh` compares it with the others."""
     decode_policy: Policy = "least_loaded"
     disaggregate: Setting = "always"
     """Below so many uncached tokens, or where that is cheaper by what was seen ('auto'), D computes a prompt itself.
@@ -146,9 +146,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def watches_prefixes(self) -> bool:
-        """Keys of prompts cost some microseconds each: they are made where something looks at them."""
-        looked_at = {"prefix_aware", "session"} & {self.prefill_policy, self.decode_policy}
-        return bool(looked_at) or self.disaggregate != "always" or self.ttft_slo_ms > 0
+        """Keys of prompts cost some microseconds each: they are made where something looks at them. Every load does:
+        what an engine has cached it need not compute."""
+        by_load = {self.prefill_policy, self.decode_policy} - {"round_robin", "random"}
+        return bool(by_load) or self.disaggregate != "always" or self.ttft_slo_ms > 0
 
     @property
     def shows_dashboard(self) -> bool:

@@ -568,6 +568,7 @@ async def test_metrics(front: Front) -> None:
         "kvferry_engine_late_seconds_total": 1.5,
     }
     assert {name: float(seen[f"{name}{{{labels}}}"]) for name in expected} == expected
+    assert seen['vllm:cache_config_info{block_size="16",engine="0",model_name="toy",num_gpu_blocks="7"}'] == "1.0"
     by_source = {"local_compute": 30, "local_cache_hit": 20, "external_kv_transfer": 10}
     for source, tokens in by_source.items():
         assert float(seen[f'vllm:prompt_tokens_by_source_total{{{labels},source="{source}"}}']) == tokens
