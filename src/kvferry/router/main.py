@@ -25,7 +25,8 @@ from kvferry.router.pool import Pool
 from kvferry.router.spec import parse_spec
 
 SPEC = "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N]; the side channel defaults to the URL's host, port 5600"
-BACKLOG = 1024
+BACKLOG = 4096
+"""As many as may be in flight: clients that all come back at once after an outage must not be reset by the kernel."""
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
 
@@ -176,7 +177,7 @@ class Running:
             listener.close()
             raise not_listening(host, port, error) from None
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
         self.url = url_of(listener)
         return self
 
