@@ -35,7 +35,8 @@ SPEC = (
     "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N][,dp=N][,topology=LABEL][,kv_events=HOST:PORT]; "
     "the side channel defaults to the URL's host, port 5600"
 )
-BACKLOG = 1024
+BACKLOG = 4096
+"""As many as may be in flight: clients that all come back at once after an outage must not be reset by the kernel."""
 DRAIN_S = 1.0
 """A stop waits this long for running requests, then cancels them."""
 
@@ -231,7 +232,7 @@ class Running:
         most = self._config.max_body_bytes
         self._server = Server(frozenset(GENERATE), router.generate, general, most, router.admit)
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(self._server, sock=listener, ssl=self._tls)
+        self._listening = await loop.create_server(self._server, sock=listener, ssl=self._tls, backlog=BACKLOG)
         self.url = url_of(listener, self._tls)
         if self._admin is not None:
             await self._admin.start()
