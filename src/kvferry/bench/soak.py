@@ -26,7 +26,7 @@ from kvferry.bench.soak_trouble import Pace, Troubles
 from kvferry.bench.soak_watch import Watch, grown, left_running
 from kvferry.bench.witness import engine_metrics
 from kvferry.config import parse_address
-from kvferry.errors import PeerUnreachable
+from kvferry.errors import EngineError, PeerUnreachable
 from kvferry.launch.cancel import Cancel
 from kvferry.launch.deployment import Deployment, RunningEngine
 from kvferry.launch.guard import Guard
@@ -36,7 +36,7 @@ from kvferry.launch.readiness import wait_healthy
 from kvferry.launch.routing import router_command
 from kvferry.launch.spec import DeploymentSpec, mode_named
 from kvferry.launch.tree import end_trees
-from kvferry.launch.web import EngineError, post_json
+from kvferry.launch.web import post_json
 from kvferry.transfer import inquiry
 
 LIMITS: dict[str, Any] = {
@@ -50,7 +50,12 @@ LIMITS: dict[str, Any] = {
 SLOWER = LIMITS | {"lease_s": 5.0, "prefill_timeout_s": 20.0, "transfer_timeout_s": 8.0}
 SAY_EVERY_S, SAMPLE_EVERY_S, LOOK_EVERY_S = 15.0, 5.0, 0.5
 WELL_AGAIN_S = 20.0
+RETRY_S = 1.0
 _KEPT_VIOLATIONS = 40
+_GAUGES = (
+    *("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "quarantined_blocks"),
+    *("open_sources", "open_landings", "posts_in_flight"),
+)
 _SMALL = ("--num-gpu-blocks-override", "1024", "--max-model-len", "8192", "--max-num-batched-tokens", "512")
 
 
@@ -241,8 +246,9 @@ class Soak:
             mode = draw.choice(self.plan.modes)
             leave_s = draw.uniform(0.0, 1.0) if draw.random() < self.plan.leaving else 0.0
             how = How(mode, self._urls[mode], model, draw.random() < 0.5, leave_s, bound_s)
-            self._count(await ask(session, self.asks(), how))
-            await asyncio.sleep(draw.uniform(0.0, self.plan.pause_s))
+            ending = await ask(session, self.asks(), how)
+            self._count(ending)
+            await asyncio.sleep(draw.uniform(0.0, self.plan.pause_s) + (RETRY_S if ending.kind == "error" else 0.0))
 
     def _count(self, ending: Ending) -> None:
         self.endings[ending.kind] += 1
@@ -307,11 +313,9 @@ class Soak:
 
 
 async def _holds(engine: RunningEngine) -> list[str]:
-    gauges = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "quarantined_blocks")
-    gauges += ("open_sources", "open_landings", "posts_in_flight")
     rows = await asyncio.to_thread(engine_metrics, engine.url)
     found = [
-        f"{name.partition(':')[2]} {value:g}" for name, _, value in rows if name.partition(":")[2] in gauges and value
+        f"{name.partition(':')[2]} {value:g}" for name, _, value in rows if name.partition(":")[2] in _GAUGES and value
     ]
     if not rows:
         found.append("no metrics")

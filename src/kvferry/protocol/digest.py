@@ -250,9 +250,8 @@ class Digest:
 
     def _reads(self, held: Held, slots: NDArray[np.int64]) -> list[Reads]:
         store, all_of = held.store, self._sample
-        planes, tokens, heads, weights = (
-            one[slots] for one in (all_of.planes, all_of.tokens, all_of.heads, all_of.weights)
-        )
+        planes, tokens, heads = all_of.planes[slots], all_of.tokens[slots], all_of.heads[slots]
+        weights = all_of.weights[slots]
         if not len(tokens):
             return []
         widths = store.widths[planes]

@@ -25,7 +25,7 @@ from kvferry.transfer.peers import Peer
 WORTH = 0.8
 """Staging must promise at least this much of what the scattered WRITE takes: it needs D's time as well."""
 
-Send = Callable[[str, wire.Message], None]
+Send = Callable[[str, wire.Message], object]
 
 
 @dataclass

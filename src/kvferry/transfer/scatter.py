@@ -20,7 +20,7 @@ from kvferry.transfer.commands import Moment
 from kvferry.transfer.mover import Mover
 from kvferry.transfer.peers import Peer
 
-Send = Callable[[str, wire.Message], None]
+Send = Callable[[str, wire.Message], object]
 RegisterOf = Callable[[RegistrationId, str], wire.Register | None]
 
 
@@ -59,7 +59,8 @@ class Scatterer:
         self.tidy()
         register = self._register_of(ask.reg_id, peer.key)
         if register is None or route is None:
-            return self._send(peer.key, wire.StageLent(stage_id=ask.stage_id, slots=()))
+            self._send(peer.key, wire.StageLent(stage_id=ask.stage_id, slots=()))
+            return
         if (peer.key, ask.stage_id) in self._open:
             raise UnexpectedEvent(f"StageAsk for stage {ask.stage_id}, which is open")
         if not register.start_token <= ask.start_token < ask.end_token <= register.end_token:
@@ -77,7 +78,7 @@ class Scatterer:
             arrivals = Arrivals(len(pieces), per_slot, len(slots))
             stage = _Stage(ask.stage_id, peer, ask.reg_id, pieces, nbytes, slots, arrivals)
             self._open[peer.key, ask.stage_id] = stage
-        return self._send(peer.key, wire.StageLent(stage_id=ask.stage_id, slots=slots))
+        self._send(peer.key, wire.StageLent(stage_id=ask.stage_id, slots=slots))
 
     def staged(self, peer: Peer, message: wire.Staged) -> None:
         """Raises `UnexpectedEvent` for what is not to come."""
