@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -55,13 +56,18 @@ class RouterMetrics:
         self.tasks = self._gauge("tasks", "Asyncio tasks in this process.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(_P + name, text, labels, registry=self.registry)
+        counter = Counter(_P + name, text, labels, registry=self.registry)
+        # a label is looked up in the client library at ten times the cost of what is done with it
+        counter.labels = functools.cache(counter.labels)  # type: ignore[method-assign]
+        return counter
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(_P + name, text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(_P + name, text, labels, registry=self.registry, buckets=_SECONDS)
+        histogram = Histogram(_P + name, text, labels, registry=self.registry, buckets=_SECONDS)
+        histogram.labels = functools.cache(histogram.labels)  # type: ignore[method-assign]
+        return histogram
 
     def load(self, known: Mapping[tuple[str, str], tuple[int, int]]) -> None:
         """`known`: (role, engine) -> transfers open there and bytes waiting. Of others nothing is shown."""
