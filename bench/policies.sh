@@ -1,9 +1,10 @@
 #!/bin/sh
 # Goodput by policy and by binding, on engines with a timing model: 2 prefill, 4 decode, a mixed workload. About 10 minutes
-# on 2 cores, nothing else running. `bench/policies.sh DIR`: results and figure go there. $KVFERRY: the command to run.
+# on 2 cores, nothing else running. `bench/policies.sh DIR`: results and figure go there (from the root). $KVFERRY: the command to run.
 set -eu
 home="$(cd "$(dirname "$0")/.." && pwd)"
-out="${1:-$home/bench/results/policies-$(date -u +%Y-%m-%d)}"
+cd "$home" # results name the slow profile as it is named here
+out="${1:-bench/results/policies-$(date -u +%Y-%m-%d)}"
 mkdir -p "$out"
 slow="$out/llama-8b-l40s-slow.yaml" # decode-0: its steps take three times as long
 sed -e 's/^name: .*/name: llama-8b-l40s-slow/' -e 's/ms: 23$/ms: 69/' \
