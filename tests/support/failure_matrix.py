@@ -334,6 +334,7 @@ MATRIX: tuple[Row, ...] = (
         more=(
             "tests/fault/test_scheduler.py::test_a_request_that_waits_for_its_kv_is_never_preempted",
             "tests/fault/test_scheduler.py::test_preempted_while_it_decodes_it_asks_for_nothing",
+            "tests/vllm/test_pools.py::test_who_is_preempted_recomputes_and_both_are_right",
             "tests/integration/engine/test_pair.py::test_small_pools_preempt_and_answers_stay_right",
         ),
     ),
