@@ -16,7 +16,7 @@ from sim_tier import simulated
 from kvferry.launch.deployment import Deployment
 
 MINE = [case for case in CASES if "sim" in case.tiers]
-BASELINE_S = 2.0
+BASELINE_S = 5.0
 
 
 @dataclass(frozen=True)

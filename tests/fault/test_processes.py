@@ -134,8 +134,7 @@ def test_killed_in_the_middle_of_a_stream(start: Start) -> None:
 
 
 def test_killed_while_reads_are_in_flight(start: Start) -> None:
-    """Pull: P is stopped when it has granted, so that D's READ of its memory hangs, and killed. Then D, in a READ that
-    goes on."""
+    """Pull: P is stopped when it has granted, so that D's READ of its memory hangs, and killed."""
     pair = start("pull", relay=True, token_bytes=BIG, **LIMITS)
     relay = pair.relay
     assert relay is not None
@@ -155,7 +154,15 @@ def test_killed_while_reads_are_in_flight(start: Start) -> None:
     pair.nothing_held(pair.d)
     pair.restart("p")
     pair.works("after p")
+    pair.nothing_held(pair.p, pair.d)
 
+
+@pytest.mark.xfail(
+    strict=False, reason="over TCP, UCX may abort the process that a dying one is reading from: see README"
+)
+def test_killed_while_it_reads(start: Start) -> None:
+    """Pull: D is killed in a READ that goes on."""
+    pair = start("pull", token_bytes=BIG, **LIMITS)
     for turn in range(3):
         tid = f"d-flying-{turn}"
         pair.expect(tid)

@@ -113,7 +113,7 @@ async def test_garbage_from_one_who_has_the_key(pair: Deployment) -> None:
     draw, context = random.Random(6), zmq.Context()
     for name in ("prefill-0", "decode-0"):
         dealer = context.socket(zmq.DEALER)
-        dealer.linger = 2000
+        dealer.linger = 20_000
         dial_with(dealer, key_of(pair))
         dealer.connect(inquiry.endpoint(*side(pair, name)))
         for message in EXAMPLES:

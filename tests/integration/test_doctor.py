@@ -229,7 +229,7 @@ def test_an_engine_that_ends_takes_its_probe_with_it():
         half = asyncio.run(half_pid())
         os.kill(pid, 9)
         d.children[0].process.join()
-        until = time.monotonic() + 5
+        until = time.monotonic() + 10
         while psutil.pid_exists(half):
             assert time.monotonic() < until
             time.sleep(0.05)

@@ -10,8 +10,10 @@ import time
 
 from kvferry.launch.model import prepare
 
+LIMIT_S = 8.0
 
-def test_a_taken_side_channel_port_is_one_line_within_5_s() -> None:
+
+def test_a_taken_side_channel_port_is_one_line_within_seconds() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -24,7 +26,7 @@ def test_a_taken_side_channel_port_is_one_line_within_5_s() -> None:
         }
         argv = ["--model", str(prepare("smollm2")), "--kv-transfer-config", json.dumps(transfer)]
         took = []
-        while len(took) < 3 and min(took, default=5.0) >= 5.0:  # the first may read vLLM from a cold disk
+        while len(took) < 3 and min(took, default=LIMIT_S) >= LIMIT_S:  # the first may read vLLM from a cold disk
             begun = time.monotonic()
             ended = subprocess.run(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *argv],
@@ -39,4 +41,4 @@ def test_a_taken_side_channel_port_is_one_line_within_5_s() -> None:
     assert f"side channel 127.0.0.1:{port} is taken" in line
     assert "Traceback" not in ended.stderr
     # vLLM's imports up to where it first calls a plugin: 4 s on two quiet cores, nearly all of it.
-    assert min(took) < 5.0
+    assert min(took) < LIMIT_S
