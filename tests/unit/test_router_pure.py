@@ -107,10 +107,10 @@ def test_only_those_that_serve_the_model() -> None:
 
 
 def test_known_models() -> None:
-    x, y = engine("a", models=frozenset({"x"})), engine("b", models=frozenset({"y"}))
+    x, y = (True, frozenset({"x"})), (True, frozenset({"y"}))
     assert known_models([x, y]) == {"x", "y"}
-    assert known_models([x, engine("c", ready=False, models=frozenset({"z"}))]) == {"x"}
-    assert known_models([x, engine("c")]) is None
+    assert known_models([x, (False, frozenset({"z"}))]) == {"x"}
+    assert known_models([x, (True, None)]) is None
     assert known_models([]) == frozenset()
 
 

@@ -45,6 +45,10 @@ PREFILL_TAIL_S = 10.0
 """An answer that D gave whole waits this long for P's, whose usage it carries; P ended long before, if it lives."""
 
 
+GROWS_BY = 16
+"""Chunks of an answer after which an engine's load is told: once per token would cost more than it says."""
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """D's answer. Streamed: `head` has been read of `response` and seen by `watcher`. Whole: `body`."""
 
@@ -410,8 +414,9 @@ class Exchange:
 
     def saw(self, watcher: Watcher, chunk: bytes) -> bool:
         """Feed what is relayed, about one token; True if this was the first one."""
-        self._placed["decode"].grow(1)
         self.pace.mark(chunk)
+        if self.pace.chunks % GROWS_BY == 0:
+            self._placed["decode"].grow(GROWS_BY)
         if watcher.feed(chunk):
             self._token_seen()
             return True

@@ -117,12 +117,12 @@ _RULES: dict[Policy, Callable[[Sequence[Snapshot], Ask, int], Snapshot]] = {
 }
 
 
-def known_models(engines: Sequence[Snapshot]) -> frozenset[str] | None:
-    """The names that some ready engine serves; None if one of them did not say."""
+def known_models(engines: Sequence[tuple[bool, frozenset[str] | None]]) -> frozenset[str] | None:
+    """The names that some ready engine serves; None if one of them did not say. `engines`: (ready, names)."""
     names: frozenset[str] = frozenset()
-    for engine in engines:
-        if engine.ready:
-            if engine.models is None:
+    for ready, told in engines:
+        if ready:
+            if told is None:
                 return None
-            names |= engine.models
+            names |= told
     return names

@@ -81,6 +81,7 @@ class Engine:
         self.reason = "not probed yet"
         self.description: Description | None = None
         self.models: dict[str, Any] | None = None
+        self._names: tuple[dict[str, Any] | None, frozenset[str] | None] = (None, None)
         self.in_flight = 0
         self.kick = asyncio.Event()
         self.described_at = -float("inf")
@@ -118,14 +119,22 @@ class Engine:
         if self.in_flight == 0:
             self.idle.set()
 
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Of its models; None where it didn't say."""
+        models, names = self._names
+        if models is not self.models:
+            names = None if self.models is None else frozenset(self.models)
+            self._names = (self.models, names)
+        return names
+
     def snapshot(self, ask: Ask | None = None, last: str = "") -> Snapshot:
         """`last`: the URL where the ask's session was last."""
-        models = None if self.models is None else frozenset(self.models)
         loads = [rank.load.prefill if self.role == "prefill" else rank.load.held for rank in self.ranks]
         return Snapshot(
             url=self.url,
             ready=self.takes,
-            models=models,
+            models=self.names,
             in_flight=self.in_flight,
             tokens=sum(loads) // len(loads),
             matched=0 if ask is None else max(self.matched(number, ask) for number in range(len(self.ranks))),
@@ -306,8 +315,10 @@ class Pool:
         Raises `Refusal` 503 naming the role and what each of its engines said."""
         if not isinstance(ask, Ask):
             ask = Ask(model=ask)
-        others = msgspec.structs.replace(ask, avoid=ask.avoid | avoid) if avoid else ask
-        chosen = self.peek(role, others if self.able(role, others) else ask)
+        if avoid and self.able(role, others := msgspec.structs.replace(ask, avoid=ask.avoid | avoid)):
+            chosen = self.peek(role, others)
+        else:
+            chosen = self.peek(role, ask)
         if not avoid:  # a second try takes nobody's turn, or of two engines one would always be first
             self._turns[role] += 1
         self.sessions.keep(ask.session, role, chosen.url)
@@ -317,8 +328,8 @@ class Pool:
         """What `pick` would take: one that doesn't do worse than the others, where there is one. Raises `Refusal`."""
         snapshots, turn = self._snapshots(role, ask), self._turns[role]
         ejected = frozenset(engine.url for engine in self.engines[role] if self.ejected_for(role, engine.url))
-        for avoid in dict.fromkeys((ask.avoid | ejected, ask.avoid)):
-            chosen = choose(self._policy(role), snapshots, msgspec.structs.replace(ask, avoid=avoid), turn)
+        for one in (msgspec.structs.replace(ask, avoid=ask.avoid | ejected), ask) if ejected else (ask,):
+            chosen = choose(self._policy(role), snapshots, one, turn)
             if chosen is not None:
                 return chosen
         raise no_engine(role, self.engines[role], ask.avoid)
@@ -344,7 +355,7 @@ class Pool:
         for role in self.roles:
             if role in self.missing():
                 continue
-            served = known_models([engine.snapshot() for engine in self.engines[role]])
+            served = known_models([(engine.takes, engine.names) for engine in self.engines[role]])
             if served is not None:
                 names = served if names is None else names & served
         return names

@@ -54,8 +54,9 @@ class Stream:
         """To a client that left it goes nowhere: its handler is being cancelled."""
         if piece:
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
-            self._connection.write(self._head + framed if self._head else framed)
-            self._head = b""
+            if self._head:
+                framed, self._head = self._head + framed, b""
+            self._connection.write(framed)
 
     async def drained(self) -> None:
         """Until the client has taken most of what was written. Raises `ConnectionResetError` if it left."""

@@ -6,6 +6,7 @@ import json
 import re
 
 _MAX_FIRST_LINE = 1024 * 1024
+_TAIL = 32
 _OPENING = re.compile(rb"event:\s*response\.(created|queued|in_progress)\s*$")
 """What `/v1/responses` says before there is a token: no proof of anything."""
 
@@ -17,12 +18,12 @@ class Watcher:
         self.first_data: bytes | None = None
         """The payload of the first `data:` line that a token made, once it is complete, else None."""
         self._head = b""
-        self._tail = b""
+        self._before = self._last = b""
         self._opening = False
 
     def feed(self, chunk: bytes) -> bool:
         """True when this chunk completed the first data line."""
-        self._tail = (self._tail + chunk[-32:])[-32:]
+        self._before, self._last = (self._last, chunk) if len(chunk) >= _TAIL else (self._tail, chunk)
         if self.first_data is not None:
             return False
         lines = (self._head + chunk).replace(b"\r\n", b"\n").split(b"\n")
@@ -42,6 +43,10 @@ class Watcher:
         self.first_data = line[5:].strip()
         self._head = b""
         return True
+
+    @property
+    def _tail(self) -> bytes:
+        return (self._before[-_TAIL:] + self._last[-_TAIL:])[-_TAIL:]
 
     @property
     def done(self) -> bool:
