@@ -141,6 +141,57 @@ async def test_what_is_no_answer_is_refused(said: bytes) -> None:
         await asyncio.wait_for(server.closed.wait(), 2.0)
 
 
+TWO = OK + b"Content-Length: 2\r\n\r\nhi"
+
+
+@pytest.mark.parametrize(
+    "more", [b"H", OK + b"X-Of-Another: 1\r\nX-B: ", OK + b"Content-Length: 900\r\n\r\nsecret", TWO, b"lo", b"\r\n"]
+)
+async def test_what_comes_behind_an_answer_is_never_part_of_the_next(more: bytes) -> None:
+    async with served(writes(TWO + more)) as (server, base, connections):
+        for _ in range(3):
+            response = await ask(connections, base)
+            assert (await response.read(), "X-Of-Another" in response.headers) == ((b"hi", False), False)
+        assert server.opened == (1 if more == b"\r\n" else 3)
+
+
+@pytest.mark.parametrize("said", [b"Connection: upgrade\r\nUpgrade: websocket\r\n", b""])
+async def test_another_protocol_is_no_answer(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(writes(b"HTTP/1.1 101 Switching\r\n" + said + b"\r\n")) as (_, base, connections):
+        with pytest.raises(Broken, match="HTTP"):
+            await ask(connections, base)
+    assert not caplog.records
+
+
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n"
+INFORM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (OK + b"X: ", b"y" * 50_000),
+        (b"HTTP/1.1 200 ", b"y" * 50_000),
+        (OK, b"y" * 50_000),
+        (CHUNKED + b"0\r\nX: ", b"y" * 50_000),
+        (CHUNKED + b"1;", b"y" * 50_000),
+        (INFORM, INFORM * 2000),
+    ],
+)
+async def test_what_never_ends_is_cut(begun: bytes, more: bytes) -> None:
+    async with served(writes(begun, *[more] * 20)) as (server, base, connections):
+        with pytest.raises(Broken, match="HTTP"):
+            await (await ask(connections, base)).read()
+        await asyncio.wait_for(server.closed.wait(), 2.0)
+
+
+async def test_trailers_of_an_answer_are_no_headers() -> None:
+    async with served(writes(CHUNKED + b"0\r\nX-T: 1\r\n\r\n")) as (_, base, connections):
+        response = await ask(connections, base)
+        assert await response.read() == (b"hi", False)
+        assert "X-T" not in response.headers
+
+
 async def test_unreachable_says_why() -> None:
     async with served(writes()) as (_, base, connections):
         pass

@@ -251,6 +251,138 @@ async def test_expect_and_upgrade() -> None:
         assert (await client.answer())[2] == b"plain"
 
 
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNKED = post(b"", "Transfer-Encoding: chunked")
+
+
+@pytest.mark.parametrize("before", [(), (b"wait",), (b"wait", b"two")])
+async def test_what_comes_behind_another_route_is_never_answered_in_its_place(before: tuple[bytes, ...]) -> None:
+    async with running() as (house, _, port):
+        client = await connect(port)
+        for body in before:
+            client.say(post(body))
+            await asyncio.sleep(0.02)
+        client.say(GET + post(b"behind"))
+        await asyncio.sleep(0.02)
+        house.go.set()
+        assert [(await client.answer())[2] for _ in before] == list(before)
+        assert (await client.answer())[2] == b"GET /health 0"
+        assert await client.closed() == b""
+        assert house.bodies == list(before)
+
+
+async def test_empty_lines_before_a_request_of_another_route() -> None:
+    async with running() as (_, _, port):
+        client = await connect(port)
+        client.say(b"\r\n")
+        await asyncio.sleep(0.02)
+        client.say(GET)
+        assert (await client.answer())[2] == b"GET /health 0"
+
+
+@pytest.mark.parametrize("begun", [CHUNKED + b"1;", CHUNKED + b"1\r\nx\r\n0\r\nX: ", CHUNKED + b"1\r\nx\r\n0\r\n"])
+async def test_what_no_body_comes_of_is_bounded(begun: bytes) -> None:
+    async with running() as (house, server, port):
+        client = await connect(port)
+        client.say(begun)
+        await asyncio.sleep(0.02)
+        (one,) = server.open
+        for _ in range(8):
+            client.say(b"y" * 64_000)
+            await asyncio.sleep(0)
+        status, _, body = await client.answer()
+        assert (status, b"headers_too_large" in body, house.bodies) == (431, True, [])
+        assert len(one._raw) < 2 * module.MAX_HEADER_BYTES
+
+
+async def test_what_comes_behind_what_is_no_request_is_not_kept() -> None:
+    async with running() as (house, server, port):
+        client = await connect(port)
+        client.say(post(b"wait") + b"\0")
+        await asyncio.sleep(0.02)
+        (one,) = server.open
+        for _ in range(20):
+            client.say(b"y" * 64_000)
+            await client.writer.drain()
+        assert len(one._raw) <= 1
+        house.go.set()
+        assert (await client.answer())[2] == b"wait"
+        await asyncio.wait_for(_gone(server), 2.0)
+
+
+async def _gone(server: Server) -> None:
+    while server.open:
+        await asyncio.sleep(0.01)
+
+
+async def test_trailers_are_no_headers() -> None:
+    seen: list[str] = []
+
+    async def handle(request: Request) -> None:
+        seen.extend(request.headers)
+        request.send(web.Response())
+
+    async with running() as (_, server, port):
+        server.handle = handle
+        client = await connect(port)
+        client.say(CHUNKED + b"1\r\nx\r\n0\r\nAuthorization: Bearer b\r\n\r\n")
+        assert (await client.answer())[0] == 200
+        assert seen == ["Host", "Transfer-Encoding"]
+
+
+async def test_thousands_of_upgrades_are_read_twice_and_not_thousands_of_times() -> None:
+    async with running() as (house, _, port):
+        client = await connect(port)
+        client.say(post(b"plain", "Connection: Upgrade", *["Upgrade: h2c"] * 3000))
+        assert (await client.answer())[2] == b"plain"
+        assert house.bodies == [b"plain"]
+
+
+@pytest.mark.parametrize("begun", [b"POST /v1/comp", post(b"", "Content-Length: 5")[:-2] + b"\r\n12"])
+async def test_a_client_that_does_not_go_on_is_given_up(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.15)
+    async with running() as (_, server, port):
+        client = await connect(port)
+        client.say(begun)
+        await asyncio.wait_for(_gone(server), 2.0)
+
+
+async def test_nor_is_one_waited_for_whose_head_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.15)
+    async with running() as (_, server, port):
+        client = await connect(port)
+        client.say(b"POST / HTTP/1.1\r\nX: ")
+        async with asyncio.timeout(2.0):
+            while not server.open:
+                await asyncio.sleep(0.01)
+            while server.open:
+                client.say(b"y")
+                await asyncio.sleep(0.02)
+
+
+async def test_one_that_takes_no_answer_is_given_up_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.2)
+    size = 8_000_000
+
+    async def handle(request: Request) -> None:
+        request.send(web.Response(body=b"x" * size))
+
+    async with running() as (_, server, port):
+        server.handle = handle
+        for close in ("Connection: close", "X: y"):
+            mute = await connect(port)
+            mute.writer.transport.pause_reading()
+            mute.say(post(b"", close))
+            await asyncio.sleep(0.05)
+            await asyncio.wait_for(_gone(server), 2.0)
+            slow, got = await connect(port), 0
+            slow.say(post(b"", close))
+            while got < size and (piece := await slow.reader.read(500_000)):
+                got += len(piece)
+                await asyncio.sleep(0.03)
+            assert got >= size
+
+
 async def test_a_bug_is_a_500_and_the_end_of_the_connection() -> None:
     async with running() as (_, _, port):
         client = await connect(port)

@@ -30,8 +30,9 @@ from kvferry.router.replies import Refusal, error_response
 from kvferry.router.seen import Seen
 from kvferry.router.selection import Selection
 from kvferry.router.serve import CLIENT_LEFT, Generation
-from kvferry.router.server import Request, Stream
+from kvferry.router.server import Request
 from kvferry.router.services import Services
+from kvferry.router.stream import Stream
 from kvferry.router.tls import engine_context
 from kvferry.router.told import Told
 from kvferry.router.tracing import tracing_to
@@ -211,6 +212,8 @@ class Router:
         """One engine answers what moves no KV; the rest is refused by name."""
         path, method = request.path, request.method
         allowed = ("POST",) if path in openai.ROUTES else OWN.get(path) or passage.methods_of(path)
+        if method == "POST" and path in openai.ROUTES:
+            raise Refusal(400, "invalid_path", f"{request.raw_path[:100]!r}: write it as {path}")
         if method in allowed or (method == "OPTIONS" and allowed):
             asks = passage.stored if passage.STORED.fullmatch(path) and path not in passage.POST else passage.one_engine
             return await asks(self.services, request)

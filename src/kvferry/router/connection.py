@@ -23,7 +23,7 @@ from multidict import CIMultiDict
 
 BUFFER_BYTES = 256 * 1024
 MAX_HEAD_BYTES = 256 * 1024
-"""Of all header lines of one answer."""
+"""Of all header lines of one answer, and of what comes in one piece of no body: trailers, chunk extensions, 1xx."""
 IDLE_S = 4.0
 """An idle connection is kept this long: below uvicorn's 5 s, so that the engine is rarely the one that closes."""
 
@@ -154,6 +154,8 @@ class Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._head: asyncio.Future[Response] | None = None
         self._head_bytes = 0
+        self._bare = 0
+        """Bytes since the last of a body."""
         self._parser = httptools.HttpResponseParser(self)
         self._paused = False
         self.touched = False
@@ -168,7 +170,7 @@ class Connection(asyncio.Protocol):
         """The answer, once its head is there. Raises `Broken`."""
         assert self._transport is not None and self._response is None
         self._head = asyncio.get_running_loop().create_future()
-        self._head_bytes, self.touched = 0, False
+        self._head_bytes, self._bare, self.touched = 0, 0, False
         self._response = Response(self)
         self._transport.write(raw)
         try:
@@ -206,11 +208,19 @@ class Connection(asyncio.Protocol):
             self.abort()  # nobody asked
             return
         self.touched = True
+        self._bare += len(data)
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("it speaks no HTTP any more: 101 Switching Protocols")
+            self.abort()
         except httptools.HttpParserError as error:
             self._fail(f"it speaks no HTTP: {error}")
             self.abort()
+        else:
+            if self._bare > MAX_HEAD_BYTES and self._response is not None:
+                self._fail(f"it speaks no HTTP: above {MAX_HEAD_BYTES} bytes without a body")
+                self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -234,14 +244,15 @@ class Connection(asyncio.Protocol):
     # -- llhttp's calls
 
     def on_message_begin(self) -> None:
-        if self._response is not None:
-            self._response.headers.clear()
+        if self._response is None:
+            raise ValueError("more than was asked for: it would be the beginning of the next answer")
+        self._response.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"the head of its answer is above {MAX_HEAD_BYTES} bytes")
-        if self._response is not None:
+        if self._response is not None and not self._response.status:  # no trailer
             self._response.headers.add(_text(name), _text(value))
 
     def on_headers_complete(self) -> None:
@@ -253,6 +264,7 @@ class Connection(asyncio.Protocol):
             self._head.set_result(self._response)
 
     def on_body(self, piece: bytes) -> None:
+        self._bare = 0
         if self._response is not None:
             self._response.fed(piece)
 

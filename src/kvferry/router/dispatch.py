@@ -29,6 +29,7 @@ from kvferry.router.openai import Body, Plan, decode_body, prefill_body
 from kvferry.router.pace import Pace
 from kvferry.router.placement import Placement
 from kvferry.router.pool import Engine, Role
+from kvferry.router.recent import clipped
 from kvferry.router.record import Event
 from kvferry.router.replies import LegFailed, Refusal, recounted
 from kvferry.router.services import Services
@@ -92,7 +93,7 @@ class Exchange:
         self._responses: list[Response] = []
         self._prefill_ok = asyncio.Event()
         self.events: list[Event] = []
-        self.pace = Pace(functools.partial(services.metrics.served.gaps, plan.model))
+        self.pace = Pace(functools.partial(services.metrics.served.gaps, clipped(plan.model)))
         self.landed = False
         """D made a token: it has its KV, and P holds nothing for it."""
         self._asked_at = self._prefilled_at = 0.0
@@ -458,6 +459,6 @@ def _refused(error: BaseException | None) -> bool:
 def _object(raw: bytes) -> Body | None:
     try:
         body, _ = wire.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None

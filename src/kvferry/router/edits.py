@@ -69,7 +69,7 @@ class Edits:
             return event + end
         try:
             facts = json.loads(payload)
-        except ValueError:
+        except (ValueError, RecursionError):
             return event + end
         if not self._ready:
             self._edit, self._ready = await self._prepare(), True

@@ -12,7 +12,8 @@ from kvferry.router.merge import total
 from kvferry.router.openai import Body
 from kvferry.router.relay import LAST_WORDS_S, ended
 from kvferry.router.replies import LegFailed, error_event
-from kvferry.router.server import Request, Stream
+from kvferry.router.server import Request
+from kvferry.router.stream import Stream
 from kvferry.router.upstream import read_some, returned
 
 

@@ -82,6 +82,6 @@ def total(items: list[Any]) -> Any:
 def _parse(raw: bytes) -> Body | None:
     try:
         body = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None

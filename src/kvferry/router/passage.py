@@ -76,7 +76,7 @@ async def stored(services: Services, request: web.Request) -> web.StreamResponse
 async def in_its_words(services: Services, request: Request, raw: bytes) -> NoReturn:
     """An engine's refusal of a body that is no request. Raises `Refusal` where it says nothing, or takes it; also where
     it may name a peer, since an engine may read what we could not."""
-    if b"transfer_params" in raw or b"\\u" in raw:
+    if _may_name(raw):
         raise Refusal(400, "invalid_json", "the body is not a JSON object")
     try:
         engine = services.pool.pick("decode", None)
@@ -96,15 +96,20 @@ async def in_its_words(services: Services, request: Request, raw: bytes) -> NoRe
 
 
 def sanitised(raw: bytes) -> bytes:
-    """Without what a client must not tell an engine."""
-    if b"transfer_params" not in raw and b"\\u" not in raw:
+    """Without what a client must not tell an engine. Raises `Refusal` where it may be in there and can't be read."""
+    if not _may_name(raw):
         return raw
     try:
         body = json.loads(raw)
+        clean = openai.sanitised(body) if isinstance(body, dict) else body
+        return raw if clean == body else dump(clean)
     except (ValueError, RecursionError):
-        return raw
-    clean = openai.sanitised(body) if isinstance(body, dict) else body
-    return raw if clean == body else dump(clean)
+        raise Refusal(400, "invalid_json", "the body is not a JSON object") from None
+
+
+def _may_name(raw: bytes) -> bool:
+    """A peer, to an engine: plainly, escaped, or in UTF-16 or 32, which have a zero byte in each letter of the name."""
+    return b"transfer_params" in raw or b"\\u" in raw or b"\0" in raw
 
 
 def _headers(services: Services, request: web.Request | Request) -> dict[str, str]:
@@ -129,8 +134,13 @@ async def _passed(
         if "Content-Length" in upstream.headers:
             response.content_length = int(upstream.headers["Content-Length"])
         await response.prepare(request)
-        while chunk := await read_some(engine.role, engine.url, upstream):
-            await response.write(chunk)
+        try:
+            while chunk := await read_some(engine.role, engine.url, upstream):
+                await response.write(chunk)
+        except LegFailed:
+            if request.transport is not None:
+                request.transport.abort()  # an error now would be read as the rest of this answer
+            raise
         await response.write_eof()
         return response
     finally:

@@ -35,6 +35,6 @@ class Recent:
 
 
 def clipped(text: str | None) -> str:
-    """What a client named, in a length that 200 of can be kept."""
-    text = text or ""
+    """What a client named, in a length that 200 of can be kept, and as text that can be written anywhere."""
+    text = (text or "")[: _LONG + 1].encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _LONG else text[:_LONG] + "..."

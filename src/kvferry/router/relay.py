@@ -13,7 +13,8 @@ from kvferry.errors import KVFerryError
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.edits import Edits
 from kvferry.router.replies import LegFailed, error_event
-from kvferry.router.server import Request, Stream
+from kvferry.router.server import Request
+from kvferry.router.stream import Stream
 from kvferry.router.upstream import pipe, returned
 
 LAST_WORDS_S = 5.0

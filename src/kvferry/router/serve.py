@@ -24,8 +24,9 @@ from kvferry.router.recent import clipped
 from kvferry.router.record import Leg, Record
 from kvferry.router.relay import relay
 from kvferry.router.replies import LegFailed, error_response
-from kvferry.router.server import Request, Stream
+from kvferry.router.server import Request
 from kvferry.router.services import Services
+from kvferry.router.stream import Stream
 from kvferry.router.upstream import returned
 
 log = logging.getLogger("kvferry.router")

@@ -13,11 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from email.utils import formatdate
-from http import HTTPStatus
 from typing import cast
 
 import httptools
@@ -25,45 +22,17 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.listener import MAX_HEADER_BYTES
+from kvferry.router.head import head, text
 from kvferry.router.replies import Refusal, error_response
+from kvferry.router.stream import Stream
 
 log = logging.getLogger("kvferry.router")
 
 IDLE_S = 75.0
-"""A connection without a request is kept this long, as aiohttp does."""
+"""So long a client may send no request, not end a head, send no more of a body, or take nothing of an answer."""
 SLOW_BYTES = 64 * 1024
 """What may wait for a slow client."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-
-
-class Stream:
-    """An answer in pieces. Chunked; to a client of HTTP/1.0 the end of the connection is its end."""
-
-    def __init__(self, connection: Connection, headers: Mapping[str, str], *, chunked: bool) -> None:
-        self.status = 200
-        self._connection, self._chunked = connection, chunked
-        framing = "Transfer-Encoding: chunked" if chunked else "Connection: close"
-        self._head = _head(200, headers, framing)
-
-    @property
-    def full(self) -> bool:
-        """The client is slower than what is written."""
-        return self._connection.full
-
-    def write(self, piece: bytes) -> None:
-        """To a client that left it goes nowhere: its handler is being cancelled."""
-        if piece:
-            framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
-            if self._head:
-                framed, self._head = self._head + framed, b""
-            self._connection.write(framed)
-
-    async def drained(self) -> None:
-        """Until the client has taken most of what was written. Raises `ConnectionResetError` if it left."""
-        await self._connection.drained()
-
-    def end(self) -> None:
-        self._connection.write(self._head + (b"0\r\n\r\n" if self._chunked else b""))
 
 
 class Request:
@@ -106,7 +75,7 @@ class Request:
         raw = bytes(body or b"")
         framing = f"Content-Length: {len(raw)}" + ("" if self.keep else "\r\nConnection: close")
         self.answered = True
-        self._connection.write(_head(response.status, response.headers, framing) + raw)
+        self._connection.write(head(response.status, response.headers, framing) + raw)
 
     def stream(self, headers: Mapping[str, str]) -> Stream:
         self.answered = True
@@ -158,7 +127,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._raw = b""
-        """All that came since the last request ended."""
+        """All that came since the last request ended, or the last piece of a body of ours."""
         self._target = b""
         self._head_bytes = 0
         self._headers: CIMultiDict[str] = CIMultiDict()
@@ -233,30 +202,31 @@ class Connection(asyncio.Protocol):
         self._room.set()
 
     def data_received(self, data: bytes) -> None:
-        self._stop_waiting()
+        if self._last:
+            return
         self._raw += data
         self._ended_in_feed = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # nothing that we speak: the request is read as if it had not asked
-            raw, self._raw = self._raw, b""
-            plain = _UPGRADE.sub(b"", raw, count=1)
-            if plain == raw:
+            asked, end, rest = self._raw.partition(b"\r\n\r\n")
+            plain, self._raw = _UPGRADE.sub(b"", asked), b""
+            if plain == asked:
                 self._refuse(Refusal(400, "invalid_http", "this server is no proxy"))
             else:
                 self._restart()
-                self.data_received(plain)
+                self.data_received(plain + end + rest)
             return
         except httptools.HttpParserError as error:
-            refusal = self._refusal or Refusal(400, "invalid_http", f"not a request of HTTP/1.1: {error}")
-            self._refuse(refusal)
-            return
+            if self._ours is not False:
+                self._refuse(self._refusal or Refusal(400, "invalid_http", f"not a request of HTTP/1.1: {error}"))
+                return
         if self._ours is False:
             self._hand_over()
-        elif self._ours is None and len(self._raw) > MAX_HEADER_BYTES:
+        elif len(self._raw) > MAX_HEADER_BYTES:
             self._refuse(_too_long())
-        elif self._ours is None and self.task is None:
+        elif self._ours and self.task is None:
             self._wait()
 
     # -- llhttp's calls
@@ -265,21 +235,27 @@ class Connection(asyncio.Protocol):
         self._target, self._headers = b"", CIMultiDict()
         self._head_bytes, self._body, self._body_bytes = 0, [], 0
         self._ours, self._mixed, self._turned_away = None, self._ended_in_feed, None
+        if self.task is None:
+            self._wait()
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._ours:
+            return  # a trailer: it comes after what headers decide
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEADER_BYTES:
             self._fail(_too_long())
-        self._headers.add(_text(name), _text(value))
+        self._headers.add(text(name), text(value))
 
     def on_headers_complete(self) -> None:
         path = self._target.partition(b"?")[0].decode("latin-1")
         self._ours = self._parser.get_method() == b"POST" and path in self._server.paths
         if not self._ours:
-            return
+            if self._parser.should_upgrade():
+                return
+            raise ValueError("not ours: all that comes from here on is the general server's")
         length = self._headers.get("Content-Length", "")
         if length.isdecimal() and int(length) > self._server.max_body_bytes:
             self._fail(self._too_large())
@@ -326,6 +302,7 @@ class Connection(asyncio.Protocol):
     # -- one request after the other
 
     def _begin(self, request: Request) -> None:
+        self._stop_waiting()
         self.task = asyncio.create_task(self._run(request))
 
     async def _run(self, request: Request) -> None:
@@ -351,10 +328,10 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             return
         if self._last or not done.keep or not done.answered:
-            self._transport.close()
+            self._close()
         elif self._waiting:
             self._begin(self._waiting.popleft())
-            if not self._waiting:
+            if not self._waiting and self._ours is not False:
                 self._transport.resume_reading()
         elif self._ours is False:
             self._hand_over()
@@ -369,14 +346,19 @@ class Connection(asyncio.Protocol):
             transport.pause_reading()
             return
         if self._mixed:
-            transport.close()  # it came in one read with the end of another: where it begins is not known
+            self._close()  # it came in one read with the end of another: where it begins is not known
             return
+        self._stop_waiting()
         transport.resume_reading()
         self._server.open.discard(self)
         other = self._server.other()
         other.connection_made(transport)
         transport.set_protocol(other)
-        line, rest = self._raw.split(b"\r\n", 1)
+        if self.full:
+            other.pause_writing()
+        line, rest = self._raw.lstrip(b"\r\n").split(b"\r\n", 1)
+        if "Transfer-Encoding" not in self._headers:  # a request behind it stays unanswered
+            rest = rest[: rest.index(b"\r\n\r\n") + 4 + int(self._headers.get("Content-Length", 0))]
         other.data_received(line + b"\r\nConnection: close\r\n" + rest)
         self._transport, self._raw = None, b""
 
@@ -395,14 +377,34 @@ class Connection(asyncio.Protocol):
         if self.task is None and self._transport is not None:
             request = Request(self, "", CIMultiDict(), b"", old=False, keep=False)
             request.send(error_response(refusal))
-            self._transport.close()
+            if self._transport.can_write_eof():
+                # closed with bytes unread, a socket is reset, and the answer lost with it
+                self._transport.write_eof()
+                self._wait()
+            else:
+                self._close()
 
     def _too_large(self) -> Refusal:
         return Refusal(413, "body_too_large", f"the body is above {self._server.max_body_bytes} bytes")
 
+    def _close(self) -> None:
+        """Once the client has taken what was written."""
+        assert self._transport is not None
+        self._transport.close()
+        self._wait()
+
     def _wait(self) -> None:
         self._stop_waiting()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.abort)
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._give_up, self._unsent())
+
+    def _give_up(self, unsent: int) -> None:
+        if self._unsent() < unsent:
+            self._wait()
+        else:
+            self.abort()
+
+    def _unsent(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def _stop_waiting(self) -> None:
         if self._idle is not None:
@@ -412,23 +414,3 @@ class Connection(asyncio.Protocol):
 
 def _too_long() -> Refusal:
     return Refusal(431, "headers_too_large", f"the headers are above {MAX_HEADER_BYTES} bytes")
-
-
-_REASONS = {status.value: status.phrase for status in HTTPStatus}
-_date = (0, "")
-
-
-def _head(status: int, headers: Mapping[str, str], framing: str) -> bytes:
-    global _date
-    now = int(time.time())
-    if _date[0] != now:
-        _date = (now, formatdate(now, usegmt=True))
-    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}"]
-    lines += [f"{name}: {value}" for name, value in headers.items() if name.lower() != "content-length"]
-    return ("\r\n".join([*lines, f"Date: {_date[1]}", "Server: kvferry", framing]) + "\r\n\r\n").encode(
-        "utf-8", "surrogateescape"
-    )
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogateescape")

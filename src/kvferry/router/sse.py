@@ -65,6 +65,6 @@ class Watcher:
             return False
         try:
             event = json.loads(self.first_data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return isinstance(event, dict) and "error" in event and "choices" not in event

@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from scripted import CHAT, COMPLETIONS, MODEL, Call, Pair, after, decode_ok, error_of, serving
+from scripted import CHAT, COMPLETIONS, DONE, MODEL, Call, Pair, after, decode_ok, error_of, event, serving
+from scripted import stream as stream_of
 from test_router_process import router
 
 from kvferry.errors import ConfigError
@@ -280,6 +281,82 @@ async def test_nor_do_they_where_one_engine_answers(route: str) -> None:
         await pair.post(route, {"model": MODEL, "prompt": "hi"} | NAMED)
         (call,) = pair.d.calls
         assert b"10.0.0.9" not in call.raw and b"transfer_params" not in call.raw and call.body["prompt"] == "hi"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be", "utf-8-sig"])
+@pytest.mark.parametrize("route", [COMPLETIONS, "/tokenize"])
+async def test_nor_in_another_encoding(route: str, encoding: str) -> None:
+    said = json.dumps({"model": MODEL, "prompt": "hi"} | NAMED)
+    deep = said[:-1] + ', "deep": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    async with serving() as pair:
+        async with pair.session.post(pair.url + route, data=said.encode(encoding)) as response:
+            assert response.status == 200
+        asked = [*pair.p.calls, *pair.d.calls]
+        assert asked and not any("10.0.0.9" in json.dumps(call.body) for call in asked)
+        async with pair.session.post(pair.url + route, data=deep.encode(encoding)) as response:
+            assert (response.status, error_of(await response.read())["code"]) == (400, "invalid_json")
+        assert [*pair.p.calls, *pair.d.calls] == asked
+
+
+@pytest.mark.parametrize("target", ["/v1/%63ompletions", "http://x/v1/completions"])
+async def test_no_spelling_of_a_route_leads_past_its_checks(target: str) -> None:
+    async with serving() as pair:
+        reader, writer = await pair.raw(BODY, route=target)
+        answer = await asyncio.wait_for(reader.read(), 5.0)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"invalid_path" in answer
+        assert not pair.d.calls and not pair.p.calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_name_of_a_model_breaks_the_metrics(stream: bool) -> None:
+    async with serving() as pair:
+        for model in ("\ud800", "\x00", "a\nb", "m" * 100_000):
+            assert (await pair.complete(model=model, stream=stream))[0] == 200
+        async with pair.session.get(pair.url + "/metrics") as response:
+            text = await response.text()
+        assert response.status == 200 and len(text) < 200_000 and r'model_name="\\ud800"' in text
+        async with pair.session.get(pair.url + "/dashboard/data") as response:
+            assert response.status == 200
+
+
+async def test_a_passed_on_answer_that_breaks_is_not_filled_with_another(caplog: pytest.LogCaptureFixture) -> None:
+    async def short(call: Call) -> web.StreamResponse:
+        assert call.request.transport is not None
+        call.request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\nabc")
+        await asyncio.sleep(0.02)
+        call.request.transport.abort()
+        return web.Response()
+
+    async with serving() as pair:
+        pair.d.script = short
+        reader, writer = await pair.raw(BODY, route="/tokenize")
+        with pytest.raises(ConnectionResetError):
+            got = b""
+            while piece := await reader.read(65536):
+                got += piece
+            assert got.endswith(b"\r\n\r\nabc"), got
+            raise ConnectionResetError
+        writer.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_nesting_without_end_is_an_engines_error(side: str) -> None:
+    async def deep(call: Call) -> web.StreamResponse:
+        return web.Response(body=b"[" * 100_000, content_type="application/json")
+
+    async def deep_stream(call: Call) -> web.StreamResponse:
+        return await stream_of(call, [event("a"), b'data: {"usage": ' + b"[" * 100_000 + b"}\n\n", DONE])
+
+    async with serving() as pair:
+        if side == "prefill":
+            pair.p.script = deep
+            status, _, raw = await pair.complete()
+            assert (status, error_of(raw)["side"]) == (502, "prefill")
+        else:
+            pair.d.script = deep_stream
+            status, _, raw = await pair.complete(stream=True, stream_options={"include_usage": True})
+            assert status == 200 and raw.endswith(DONE), "as it came"
 
 
 async def test_what_a_user_writes_is_no_parameter() -> None:
