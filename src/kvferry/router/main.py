@@ -175,11 +175,12 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
 
 
 def calm_collector() -> None:
-    """What lives for good is never looked at again, and what requests leave behind is looked at more rarely: with the
-    interpreter's own thresholds a collection stops all streams for tens of milliseconds now and then."""
+    """What lives for good is never looked at again, and what requests leave behind is looked at less often: with the
+    interpreter's own thresholds a collection stops all streams for tens of milliseconds now and then. Much higher ones
+    let memory grow by what streams that were cut leave in cycles."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(5_000, 10, 10)
 
 
 def quick_logging() -> None:
