@@ -424,3 +424,32 @@ async def test_close_lets_running_requests_end_then_cancels_them() -> None:
 
 def test_a_refusal_has_its_status() -> None:
     assert Refusal(431, "headers_too_large", "x").http_status == 431
+
+
+@pytest.mark.parametrize("behind", [post(b"next"), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_a_client_that_leaves_with_requests_behind_is_noticed(behind: bytes) -> None:
+    async with running() as (house, server, port):
+        client = await connect(port)
+        client.say(post(b"wait"))
+        await asyncio.sleep(0.05)
+        client.say(behind)
+        await asyncio.sleep(0.05)
+        client.writer.transport.abort()
+        await asyncio.wait_for(house.cancelled.wait(), 2.0)
+        assert not server.open and house.bodies == [b"wait"]
+
+
+@pytest.mark.parametrize(
+    "behind", [post(b"x") * 40, post(b"y" * LIMIT) * 3, b"GET /" + b"z" * 2 * LIMIT + b" HTTP/1.1"]
+)
+async def test_what_waits_behind_a_request_is_bounded(behind: bytes) -> None:
+    async with running() as (house, server, port):
+        client = await connect(port)
+        client.say(post(b"wait"))
+        await asyncio.sleep(0.05)
+        client.say(behind)
+        await asyncio.sleep(0.05)
+        (one,) = server.open
+        assert len(one._waiting) <= module.MOST_WAITING + 1 and one._waiting_bytes <= 2 * LIMIT
+        house.go.set()
+        assert (await client.answer())[2] == b"wait"

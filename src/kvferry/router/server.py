@@ -30,6 +30,8 @@ log = logging.getLogger("kvferry.router")
 
 IDLE_S = 75.0
 """So long a client may send no request, not end a head, send no more of a body, or take nothing of an answer."""
+MOST_WAITING = 16
+"""Requests behind a running one. With more, or with more bytes than one body may have, the connection ends after it."""
 SLOW_BYTES = 64 * 1024
 """What may wait for a slow client."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -138,6 +140,7 @@ class Connection(asyncio.Protocol):
         self._refusal: Refusal | None = None
         self._turned_away: Refusal | None = None
         self._waiting: deque[Request] = deque()
+        self._waiting_bytes = 0
         self._idle: asyncio.TimerHandle | None = None
         self._last = False
         self._room = asyncio.Event()
@@ -294,10 +297,12 @@ class Connection(asyncio.Protocol):
         self._body = []
         if self.task is None:
             self._begin(request)
-        else:
+        elif not self._last:
+            # reading goes on, or a client that leaves would not be noticed
             self._waiting.append(request)
-            if self._transport is not None:
-                self._transport.pause_reading()
+            self._waiting_bytes += self._body_bytes
+            if len(self._waiting) > MOST_WAITING or self._waiting_bytes > self._server.max_body_bytes:
+                self._last = True
 
     # -- one request after the other
 
@@ -331,8 +336,8 @@ class Connection(asyncio.Protocol):
             self._close()
         elif self._waiting:
             self._begin(self._waiting.popleft())
-            if not self._waiting and self._ours is not False:
-                self._transport.resume_reading()
+            if not self._waiting:
+                self._waiting_bytes = 0
         elif self._ours is False:
             self._hand_over()
         else:
@@ -343,13 +348,12 @@ class Connection(asyncio.Protocol):
         if transport is None:
             return
         if self.task is not None:
-            transport.pause_reading()
+            self._last = len(self._raw) > self._server.max_body_bytes
             return
         if self._mixed:
             self._close()  # it came in one read with the end of another: where it begins is not known
             return
         self._stop_waiting()
-        transport.resume_reading()
         self._server.open.discard(self)
         other = self._server.other()
         other.connection_made(transport)
