@@ -17,6 +17,8 @@ def bind(host: str, port: int) -> socket.socket:
     """Taken before anything else starts, so that a port in use costs nothing and is all that is said; nobody can
     connect before it listens. Raises `ConfigError`.
     """
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise ConfigError(f"port: {port} is not a port", hint="1 to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

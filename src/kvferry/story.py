@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvferry.errors import ConfigError
 from kvferry.ids import TransferId
 
 # Label, the event that ends the step, the events that may begin it: the latest of those that came before the end.
@@ -44,16 +45,20 @@ def story_side(kv_role: str) -> str:
 
 
 class Story:
-    """Writer of one process. `folder=None` makes every call a no-op."""
+    """Writer of one process. `folder=None` makes every call a no-op. Raises `ConfigError` if it can't be written to."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, side: str, rank: int = 0) -> None:
         self.side = side
         self.rank = rank
         self._fd = -1
         if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder) / f"{side}-{os.getpid()}.jsonl"
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                hint = "expected a folder that this process can write to, or can make"
+                raise ConfigError(f"story_dir: {os.fspath(folder)}: {error.strerror}", hint=hint) from None
 
     @property
     def on(self) -> bool:

@@ -54,6 +54,12 @@ def test_importing_the_cli_loads_no_heavy_module() -> None:
             "--bind: 'late' with connector 'upstream-pull'",
         ),
         (["router", "--mode", "pussh"], 1, "mode: unknown name 'pussh' (did you mean 'push'?)"),
+        (
+            ["router", "--prefill-policy", "sesion"],
+            1,
+            "--prefill-policy: unknown name 'sesion' (did you mean 'session'?)",
+        ),
+        (["router", "--slo-action", "shred"], 1, "--slo-action: unknown name 'shred' (did you mean 'shed'?)"),
         (["router", "--connector", "kvfery"], 1, "did you mean 'kvferry'?"),
         (["story", "abc", "--state-dir", "/nonexistent"], 1, "no story of transfer 'abc'"),
         (["story", "a,b", "--story-dir", "/nonexistent"], 1, "no story of transfer 'a', 'b' in /nonexistent"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.router.admission import RELAX, Gate, Overloaded, fits
+from kvferry.router.breaker import BreakerSettings
 from kvferry.router.config import Action, RouterConfig
 from kvferry.router.cost import LEAST, Costs, Estimate, Line
 from kvferry.router.disaggregate import EXPLORE, border, decide, parse_setting
@@ -269,12 +271,21 @@ async def test_the_queue_is_bounded_in_number_and_time() -> None:
         ({"ttft_slo_ms": -1.0}, "--ttft-slo: -1"),
         ({"slo_queue": -2}, "--slo-queue: -2"),
         ({"prefix_tokens": -3}, "--prefix-tokens: -3"),
+        ({"ttft_slo_ms": float("nan")}, "--ttft-slo: nan"),
+        ({"port": 70000}, "--port: 70000 is not a port"),
+        ({"admin_port": -1}, "--admin-port: -1 is not a port"),
+        ({"request_timeout_s": -1.0}, "--request-timeout: -1"),
+        ({"max_body_bytes": 0}, "--max-body-mib: 0"),
+        ({"retries": -1}, "--retries: -1"),
+        ({"drain_timeout_s": float("inf")}, "--drain-timeout: inf"),
+        ({"breaker": BreakerSettings(failures=-1)}, "--breaker-failures: -1"),
+        ({"breaker": BreakerSettings(open_s=0)}, "--breaker-open: 0"),
     ],
 )
-def test_wrong_settings(more: dict[str, float], said: str) -> None:
+def test_wrong_settings(more: dict[str, Any], said: str) -> None:
     specs = {"prefill": (parse_spec("http://p:1"),), "decode": (parse_spec("http://d:1"),)}
     with pytest.raises(ConfigError, match=said):
-        RouterConfig(**specs, **more).check()  # type: ignore[arg-type]
+        RouterConfig(**specs, **more).check()
 
 
 def test_nothing_to_disaggregate() -> None:

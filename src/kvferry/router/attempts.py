@@ -61,5 +61,7 @@ async def open_part(services: Services, exchanges: list[Exchange], index: int, a
                 raise refusal from failed
             raise failed from None
         tries += 1
+        exchange.note("tried_again", next=exchanges[index].transfer_id)
+        exchanges[index].note("tried_again", last=exchange.transfer_id, code=failed.code)
         metrics.retries.labels(failed.side, failed.code).inc()
         log.warning("%s tried again as %s: %s", exchange.transfer_id, exchanges[index].transfer_id, failed)

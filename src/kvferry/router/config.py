@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError
+from kvferry.router.bounds import check_bounds
 from kvferry.router.breaker import BreakerSettings
 from kvferry.router.budget import RetrySettings
 from kvferry.router.disaggregate import Setting
@@ -47,8 +48,6 @@ def check_guarding(config: RouterConfig) -> None:
         raise ConfigError("--ssl-keyfile without --ssl-certfile", hint="give both, or neither for plain HTTP")
     if config.ssl_ca_certs and not config.ssl_certfile:
         raise ConfigError("--ssl-ca-certs without --ssl-certfile", hint="clients show certificates over TLS only")
-    if config.max_requests < 1:
-        raise ConfigError(f"--max-requests {config.max_requests}", hint="expected 1 or more")
     if config.admin_key_file and config.admin_port is None:
         raise ConfigError("--admin-key-file without --admin-port", hint="--admin-port PORT, or 0 for a free one")
     if config.admin_port is not None and not config.admin_key_file and not is_loopback(config.admin_host):
@@ -172,28 +171,18 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def check(self) -> None:
         """Raises `ConfigError` for settings that contradict each other."""
         ours = self.connector == "kvferry"
+        check_bounds(self)
         check_guarding(self)
         check_bind(self.bind, f"mode {self.mode!r}" if ours else f"connector {self.connector!r}", self.streams)
-        if self.retries < 0:
-            raise ConfigError(f"--retries {self.retries}", hint="expected 0 (none) or more")
-        if self.drain_timeout_s < 0:
-            raise ConfigError(f"--drain-timeout {self.drain_timeout_s:g}", hint="expected seconds, 0 or more")
         for settings in (self.retry, self.breaker, self.outliers):
             settings.check()
         if not self.decode and not self.discover:
-            raise ConfigError("no decode engine", hint="--decode URL")
-        for name, value in (
-            ("--ttft-slo", self.ttft_slo_ms),
-            ("--slo-queue", self.slo_queue),
-            ("--prefix-tokens", self.prefix_tokens),
-        ):
-            if value < 0:
-                raise ConfigError(f"{name}: {value:g}", hint="expected 0 or more")
+            raise ConfigError("no decode engine", hint="--decode URL, or --discover SOURCE")
         if self.colocated and (self.disaggregate != "always" or self.ttft_slo_ms):
             option = "--ttft-slo" if self.ttft_slo_ms else "--disaggregate"
             raise ConfigError(f"{option} with colocated serving", hint="it is about prefill engines, and there is none")
         if not self.colocated and not self.prefill and not self.discover:
-            raise ConfigError("no prefill engine", hint="--prefill URL, or --mode colocated")
+            raise ConfigError("no prefill engine", hint="--prefill URL, --discover SOURCE, or --mode colocated")
         if self.colocated and self.prefill:
             raise ConfigError("colocated serving takes no prefill engine", hint="drop --prefill, or --mode push")
         for spec in self.prefill:

@@ -58,7 +58,10 @@ def source_of(text: str) -> Discovery:
             raise ConfigError(f"--discover {text!r}: a file names roles and options itself", hint=hint)
         from kvferry.router.discover_file import FileSource
 
-        return FileSource(text, where)
+        try:
+            return FileSource(text, where)
+        except ConfigError as error:
+            raise ConfigError(f"--discover {text!r}: {error.message}", hint=error.hint) from None
     if role is None:
         raise ConfigError(f"--discover {text!r}: which role?", hint=f"prefill={text} or decode={text}")
     options = options_of(f"--discover {text!r}", parts)

@@ -21,7 +21,13 @@ def add_guarding(parser: argparse.ArgumentParser) -> None:
         help="who signs https engines' certificates (default: the system's)",
     )
     add("--client-key-file", default="", metavar="F", help="clients must send one of its keys, a line each, as bearer")
-    add("--max-requests", type=int, default=default["max_requests"], metavar="N", help="in flight at once, then 429")
+    add(
+        "--max-requests",
+        type=int,
+        default=default["max_requests"],
+        metavar="N",
+        help="in flight at once, one more gets 429 (default: %(default)s)",
+    )
     add(
         "--admin-port",
         type=int,

@@ -21,7 +21,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         add(
             f"--{role}-policy",
-            type=_one_of("policy", POLICIES),
+            type=_one_of(f"--{role}-policy", POLICIES),
             default=default[f"{role}_policy"],
             metavar="P",
             help=f"{names} (default: %(default)s)" if role == "prefill" else "the same (default: %(default)s)",
@@ -37,7 +37,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     add("--ttft-slo", type=float, default=0.0, metavar="MS", help="objective for the first token; 0: none (default)")
     add(
         "--slo-action",
-        type=_one_of("action", get_args(Action)),
+        type=_one_of("--slo-action", get_args(Action)),
         default=default["slo_action"],
         metavar="A",
         help="for a request that can't meet it: queue, shed (429) or colocate (default: %(default)s)",

@@ -136,6 +136,9 @@ def tracing_to(endpoint: str) -> Tracing | None:
     """None without an endpoint. Raises `ConfigError` where OpenTelemetry isn't installed."""
     if not endpoint:
         return None
+    if not endpoint.startswith(("http://", "https://")):
+        hint = "expected a collector's URL, for example http://127.0.0.1:4317"
+        raise ConfigError(f"--otlp-traces-endpoint: {endpoint!r}", hint=hint)
     protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
     exporter: Any
     try:

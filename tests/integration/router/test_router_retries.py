@@ -272,6 +272,10 @@ async def test_the_story_tells_of_both_tries(tmp_path) -> None:
         pair.d.script = first(1, refuse(503, BUSY), decode_ok)
         assert (await pair.complete(X_Request_Id="r1"))[0] == 200
         old, new = (call.params["transfer_id"] for call in pair.p.calls)
-    last = read_story(tmp_path, old)[-1]
-    assert last["event"] == "failed" and pair.d.url in last["reason"]
-    assert [line["event"] for line in read_story(tmp_path, new)][-1] == "last_token"
+    *_, failed, again = read_story(tmp_path, old)
+    assert failed["event"] == "failed" and pair.d.url in failed["reason"]
+    assert (again["event"], again["next"]) == ("tried_again", new)
+    story = read_story(tmp_path, new)
+    assert [line["event"] for line in story][:3] == ["received", "tried_again", "dispatched"]
+    assert (story[1]["last"], story[1]["code"]) == (old, "engine_error")
+    assert story[-1]["event"] == "last_token"
