@@ -404,7 +404,16 @@ _ERRORS = (
     Case(name="JSON that ends early", raw=b'{"model": "x", "prompt": "a"', status=400, tiers=BOTH),
     Case(name="an empty body", raw=b"", status=400, tiers=BOTH),
     Case(name="a list for a body", raw=b"[1]", status=400, tiers=BOTH),
-    Case(name="bytes that are no text", raw=b"\xff\xfe\x00", status=400),
+    Case(
+        name="bytes that are no text",
+        raw=b"\xff\xfe\x00",
+        status=400,
+        differs=Differs(
+            why="an engine might read UTF-16 out of it, and transfer parameters in that: the router refuses it itself",
+            fields=("",),
+            status=400,
+        ),
+    ),
     Case(
         name="another content type",
         body=text("content type"),

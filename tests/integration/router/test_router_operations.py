@@ -89,7 +89,7 @@ async def until(holds: Any) -> None:
 
 async def test_c27_drain_keeps_streams_and_sends_no_new_one() -> None:
     first, second = Engine("decode"), Engine("decode")
-    async with operated(decode=[first, second]) as (pair, admin):
+    async with operated(decode=[first, second], decode_policy="round_robin") as (pair, admin):
         await until(lambda: all(engine.ready for engine in pair.running.pool.all()))
         gate = asyncio.Event()
         asked = await streams_on(pair, first, 2, gate)
