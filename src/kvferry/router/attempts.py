@@ -16,7 +16,7 @@ from kvferry.errors import PeerUnreachable
 from kvferry.router.budget import backoff_s
 from kvferry.router.dispatch import Answer, Exchange
 from kvferry.router.faults import may_retry, to_avoid
-from kvferry.router.replies import LegFailed, Refusal
+from kvferry.router.replies import LegFailed, Refusal, without_frames
 from kvferry.router.services import Services
 
 log = logging.getLogger("kvferry.router")
@@ -40,6 +40,7 @@ async def open_part(services: Services, exchanges: list[Exchange], index: int, a
             return await exchange.open()
         except LegFailed as error:
             failed = error
+            without_frames(failed)
         if not may_retry(failed) or config.retries == 0:
             raise failed
         if tries > config.retries:

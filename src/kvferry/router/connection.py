@@ -112,7 +112,7 @@ class Response:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise Broken(*self._error.args)  # a new one: frames that it went through would hold this
 
     async def _news(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -178,6 +178,8 @@ class Connection(asyncio.Protocol):
         except BaseException:
             self.abort()
             raise
+        finally:
+            self._head = None  # its result knows this connection: nothing here may wait for the collector
 
     def let_go(self, response: Response) -> None:
         if self._response is response:

@@ -271,6 +271,7 @@ class Exchange:
                 outcome = await explain.abandon(self.prefill, self.transfer_id, let_go, where)
                 self._services.metrics.abandons.labels(outcome).inc()
         finally:
+            self._tasks.clear()  # their exceptions know this exchange by their frames
             self._let_go.set()
 
     async def let_go(self, limit_s: float) -> None:

@@ -59,6 +59,14 @@ class LegFailed(EngineError):
         return self.own_status > 0
 
 
+def without_frames(error: KVFerryError) -> None:
+    """Forget where it was raised. What keeps an error keeps those frames and all that they hold, itself too."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+
+
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",

@@ -23,7 +23,7 @@ from kvferry.router.pace import Tokens, tokens_told
 from kvferry.router.recent import clipped
 from kvferry.router.record import Leg, Record
 from kvferry.router.relay import relay
-from kvferry.router.replies import LegFailed, error_response
+from kvferry.router.replies import LegFailed, error_response, without_frames
 from kvferry.router.server import Request
 from kvferry.router.services import Services
 from kvferry.router.stream import Stream
@@ -102,6 +102,10 @@ class Generation:
             self._services.metrics.disconnects.inc()
             raise
         finally:
+            # nothing of a request may wait for the collector
+            self._pairs.clear()
+            if self._error is not None:
+                without_frames(self._error)
             for exchange in self._exchanges:
                 exchange.close(failure=failure)
 
