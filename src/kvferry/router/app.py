@@ -214,7 +214,7 @@ class Router:
         allowed = ("POST",) if path in openai.ROUTES else OWN.get(path) or passage.methods_of(path)
         if method == "POST" and path in openai.ROUTES:
             raise Refusal(400, "invalid_path", f"{request.raw_path[:100]!r}: write it as {path}")
-        if method in allowed or (method == "OPTIONS" and allowed):
+        if method in allowed or (method == "OPTIONS" and allowed and path not in OWN):
             asks = passage.stored if passage.STORED.fullmatch(path) and path not in passage.POST else passage.one_engine
             return await asks(self.services, request)
         if allowed:

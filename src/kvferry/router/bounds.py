@@ -10,8 +10,6 @@ from kvferry.errors import ConfigError
 if TYPE_CHECKING:
     from kvferry.router.config import RouterConfig
 
-MIB = 1024 * 1024
-
 
 def check_bounds(config: RouterConfig) -> None:
     """Raises `ConfigError`."""
@@ -20,7 +18,7 @@ def check_bounds(config: RouterConfig) -> None:
             raise ConfigError(f"{option}: {port} is not a port", hint="1 to 65535, or 0 for any free one")
     for option, value, least, what in (
         ("--request-timeout", config.request_timeout_s, 0, "seconds, 0 (no limit) or more"),
-        ("--max-body-mib", config.max_body_bytes / MIB, 1, "1 or more"),
+        ("--max-body-mib", config.max_body_bytes, 1, "1 or more"),
         ("--max-requests", config.max_requests, 1, "1 or more"),
         ("--retries", config.retries, 0, "0 (none) or more"),
         ("--drain-timeout", config.drain_timeout_s, 0, "seconds, 0 or more"),

@@ -46,6 +46,8 @@ class Part:
 
     def event(self, event: Body) -> bool | None:
         choices = event.get("choices")
+        if choices and not (isinstance(choices, list) and all(isinstance(one, dict) for one in choices)):
+            return False  # no answer to a completion; the client sees what the engine said
         if not choices:
             if "error" in event:
                 return False
@@ -57,7 +59,8 @@ class Part:
         changed = self._first > 0 or event.get("created") != created
         if changed:
             for choice in choices:
-                choice["index"] = choice.get("index", 0) + self._first
+                index = choice.get("index", 0)
+                choice["index"] = (index if isinstance(index, int) else 0) + self._first
             if created is not None:
                 event["created"] = created
         return changed

@@ -44,6 +44,8 @@ _NOT_FORWARDED = HOP_BY_HOP | {
 }
 _NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
 
+MOST_ANSWER_BYTES = 256 * 1024 * 1024
+"""Of an answer that isn't streamed: a million tokens with 20 logprobs each are about as much."""
 IDLE_RACE_S = 0.5
 """A kept connection that breaks this soon was closed by the engine while idle; later it broke at work."""
 
@@ -131,12 +133,16 @@ class Upstream:
 
 
 async def read_all(side: str, base: str, response: Response) -> bytes:
-    """The whole body. Raises `LegFailed`."""
+    """The whole body. Raises `LegFailed`, also where it is above `MOST_ANSWER_BYTES`."""
     try:
-        body, _ = await response.read()
-        return body
+        body, more = await response.read(MOST_ANSWER_BYTES)
     except Broken as error:
         raise broken(side, base, error, "in the middle of its answer") from error
+    if more:
+        response.close()
+        message = f"{side} engine {base} answered with more than {MOST_ANSWER_BYTES} bytes"
+        raise LegFailed(message, side=side, peer=base, cause=EngineError(message))
+    return body
 
 
 async def read_some(side: str, base: str, response: Response) -> bytes:

@@ -364,3 +364,11 @@ async def test_what_a_user_writes_is_no_parameter() -> None:
     async with serving() as pair:
         assert (await pair.post(CHAT, {"model": MODEL, "messages": [said]}))[0] == 200
         assert pair.d.calls[0].body["messages"] == [said], "what a user writes is no parameter"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/v1/models"])
+async def test_the_routers_own_routes_ask_no_engine(path: str) -> None:
+    async with serving() as pair:
+        async with pair.session.options(pair.url + path) as response:
+            assert (response.status, response.headers["Allow"]) == (405, "GET")
+        assert pair.d.calls == pair.p.calls == []
