@@ -191,6 +191,7 @@ def _ours(name: str, engines: Engines, port: int) -> list[str]:
         prefill += f",side_channel={LOOPBACK}:{engines.side}"
         decode += f",side_channel={LOOPBACK}:{engines.side + 1}"
     line = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port), "--connector", connector]
+    line += ["--log-level", "error"]  # as the peer
     return [*line, "--prefill", prefill, "--decode", decode, *(["--mode", mode] if mode else [])]
 
 

@@ -103,6 +103,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Dashboard and operations; None = off, 0 = a free one."""
     admin_key_file: str = ""
     log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    """At info there is a line for each request; at warning, for each that failed."""
     otlp_traces_endpoint: str = ""
     """Of an OpenTelemetry collector; "" = no spans."""
     retries: int = 2

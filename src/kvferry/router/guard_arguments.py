@@ -9,7 +9,10 @@ from kvferry.router.config import RouterConfig
 
 
 def add_guarding(parser: argparse.ArgumentParser) -> None:
-    default = {name: getattr(RouterConfig(decode=()), name) for name in ("admin_host", "max_requests", "log_format")}
+    default = {
+        name: getattr(RouterConfig(decode=()), name)
+        for name in ("admin_host", "max_requests", "log_format", "log_level")
+    }
     add = parser.add_argument
     add("--ssl-certfile", default="", metavar="F", help="serve HTTPS with this certificate (PEM)")
     add("--ssl-keyfile", default="", metavar="F", help="its key, if that isn't in the same file")
@@ -43,6 +46,12 @@ def add_guarding(parser: argparse.ArgumentParser) -> None:
         "--log-format", choices=("text", "json"), default=default["log_format"], help="of stderr (default: %(default)s)"
     )
     add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error", "critical"),
+        default=default["log_level"],
+        help="warning: requests that went well have no line (default: %(default)s)",
+    )
+    add(
         "--otlp-traces-endpoint",
         default="",
         metavar="URL",
@@ -53,6 +62,6 @@ def add_guarding(parser: argparse.ArgumentParser) -> None:
 def guarding_of(args: argparse.Namespace) -> dict[str, Any]:
     names = (
         *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "engine_ca_certs", "client_key_file", "max_requests"),
-        *("admin_port", "admin_host", "admin_key_file", "log_format", "otlp_traces_endpoint"),
+        *("admin_port", "admin_host", "admin_key_file", "log_format", "log_level", "otlp_traces_endpoint"),
     )
     return {name: getattr(args, name) for name in names}

@@ -39,8 +39,8 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def set_up(form: str, stream: TextIO | None = None) -> None:
-    """`form`: 'text' or 'json'. To stderr."""
+def set_up(form: str, level: str, stream: TextIO | None = None) -> None:
+    """`form`: 'text' or 'json'; `level`: as logging names it, in any case. To stderr."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler])

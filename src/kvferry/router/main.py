@@ -266,7 +266,7 @@ async def _serve(config: RouterConfig) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError`: the caller prints it in one line and exits 1."""
     quick_logging()
-    logs.set_up(args.log_format)
+    logs.set_up(args.log_format, args.log_level)
     calm_collector()
     uvloop.run(_serve(config_of(args)))
     return 0
