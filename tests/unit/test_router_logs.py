@@ -16,7 +16,6 @@ def bare() -> Iterator[None]:
     """The root logger as a fresh process has it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    root.handlers.clear()
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -43,4 +43,6 @@ def set_up(form: str, level: str, stream: TextIO | None = None) -> None:
     """`form`: 'text' or 'json'; `level`: as logging names it, in any case. To stderr."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    root.addHandler(handler)
