@@ -394,6 +394,13 @@ class Landings:
         destinations = (landing.destination for landing in self._landings.values() if not landing.code)
         return any(one.transfer_id == transfer_id and one.start_token < one.end_token for one in destinations)
 
+    def failing(self, transfer_id: TransferId) -> tuple[str, str] | None:
+        """Code and reason of a transfer that has failed, while its blocks wait for the last word on them."""
+        for landing in self._landings.values():
+            if landing.code and landing.destination.transfer_id == transfer_id:
+                return landing.code, landing.reason
+        return None
+
     def register_of(self, reg_id: RegistrationId, peer: PeerKey) -> Register | None:
         """Of a leg with that peer that is not over."""
         request = self._by_reg.get(reg_id)

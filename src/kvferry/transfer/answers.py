@@ -58,7 +58,8 @@ class Answers:
         if self._rendezvous.is_open(transfer_id) or self._landings.is_open(transfer_id):
             state, code, reason = "open", "", ""
         elif ending is None:
-            state, code, reason = "unknown", "", ""
+            failing = self._landings.failing(transfer_id)
+            state, code, reason = ("unknown", "", "") if failing is None else ("failed", *failing)
         else:
             state, code, reason = "ok" if ending[0] else "failed", ending[1], ending[2]
         return wire.Verdict(transfer_id=transfer_id, state=state, code=code, reason=reason)

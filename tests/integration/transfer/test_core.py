@@ -116,6 +116,23 @@ def test_describe_why_and_abandon(house):
     house.settled()
 
 
+def test_what_has_failed_is_told_before_its_blocks_are_back(house):
+    """A silent P keeps D's blocks; whoever asks why is told at once that the transfer failed."""
+    p, d = pair(house)
+    expect(p)
+    land(d)
+    house.run()
+    house.freeze(p)
+    assert ask(house, d, wire.Abandon(transfer_id="t", reason="the client left")).known
+    verdict = ask(house, d, wire.Why(transfer_id="t"))
+    assert (verdict.state, verdict.code, verdict.reason) == ("failed", "abandoned", "the client left")
+    assert not [one for one in d.results if isinstance(one, cmd.Received)]
+    house.freeze(p, False)
+    ready(p)
+    house.run()
+    house.settled()
+
+
 def test_a_decode_rank_abandons_too(house):
     p, d = pair(house)
     expect(p)
