@@ -276,3 +276,16 @@ def test_on_the_loop_that_the_command_runs_on() -> None:
             return await (await ask(connections, base)).read()
 
     assert uvloop.run(one()) == (b"hi", False)
+
+
+async def test_a_connection_that_is_taken_again_at_once_answers_both() -> None:
+    """Its answer is whole in one read: it is kept before the task that asked has run again."""
+    async with served(writes(OK + b"Content-Length: 2\r\n\r\nhi")) as (_, base, connections):
+
+        async def often() -> int:
+            answers = 0
+            for _ in range(40):
+                answers += (await (await ask(connections, base)).read()) == (b"hi", False)
+            return answers
+
+        assert await asyncio.wait_for(asyncio.gather(*(often() for _ in range(20))), 20.0) == [40] * 20

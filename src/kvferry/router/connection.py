@@ -169,17 +169,19 @@ class Connection(asyncio.Protocol):
     async def ask(self, raw: bytes) -> Response:
         """The answer, once its head is there. Raises `Broken`."""
         assert self._transport is not None and self._response is None
-        self._head = asyncio.get_running_loop().create_future()
+        head: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._head = head
         self._head_bytes, self._bare, self.touched = 0, 0, False
         self._response = Response(self)
         self._transport.write(raw)
         try:
-            return await self._head
+            return await head
         except BaseException:
             self.abort()
             raise
         finally:
-            self._head = None  # its result knows this connection: nothing here may wait for the collector
+            if self._head is head:  # else another asks here already
+                self._head = None  # its result knows this connection: nothing may wait for the collector
 
     def let_go(self, response: Response) -> None:
         if self._response is response:
