@@ -51,7 +51,7 @@ async def served(script: Script) -> AsyncIterator[tuple[Server, str, Connections
 
 
 async def ask(connections: Connections, base: str, body: bytes = b"{}") -> Response:
-    response, _ = await connections.request("POST", base, "/v1/completions", CIMultiDict({"X-A": "1"}), body)
+    response = await connections.request("POST", base, "/v1/completions", CIMultiDict({"X-A": "1"}), body)
     return response
 
 

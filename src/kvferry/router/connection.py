@@ -21,6 +21,8 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 from multidict import CIMultiDict
 
+from kvferry.router.head import text
+
 BUFFER_BYTES = 256 * 1024
 MAX_HEAD_BYTES = 256 * 1024
 """Of all header lines of one answer, and of what comes in one piece of no body: trailers, chunk extensions, 1xx."""
@@ -257,7 +259,7 @@ class Connection(asyncio.Protocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"the head of its answer is above {MAX_HEAD_BYTES} bytes")
         if self._response is not None and not self._response.status:  # no trailer
-            self._response.headers.add(_text(name), _text(value))
+            self._response.headers.add(text(name), text(value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -296,8 +298,8 @@ class Connections:
 
     async def request(
         self, method: str, base: str, route: str, headers: Mapping[str, str], body: bytes = b"", *, fresh: bool = False
-    ) -> tuple[Response, bool]:
-        """The answer once its head is there, and whether the connection was a kept one. `fresh`: no kept one.
+    ) -> Response:
+        """The answer once its head is there. `fresh`: no kept connection.
 
         Raises `Unreachable`; `Broken`, its `args[1:]` (kept, touched) saying whether a second try would be the first
         that the engine sees.
@@ -316,7 +318,7 @@ class Connections:
         lines += [f"Content-Length: {len(body)}"] if body or method == "POST" else []
         head = "\r\n".join(lines) + "\r\n\r\n"
         try:
-            return await connection.ask(head.encode("utf-8", "surrogateescape") + body), kept
+            return await connection.ask(head.encode("utf-8", "surrogateescape") + body)
         except Broken as error:
             raise Broken(error.args[0], kept, connection.touched) from None
 
@@ -370,7 +372,3 @@ def _why(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return f"no TLS with it: {error.reason or error}"
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogateescape")

@@ -314,7 +314,7 @@ class Exchange:
         begun = time.monotonic()
         body = prefill_body(self._plan, self._part, dialect.prefill(self.transfer_id, self._plan))
         try:
-            response = await self._post(engine, body)
+            response = await self._post(self._placed["prefill"], body)
             raw = await read_all("prefill", engine.url, response)
             reply = _object(raw)
             if reply is None:
@@ -341,7 +341,7 @@ class Exchange:
         self._asked_at = time.monotonic()
         metrics.pd_decode_requests.labels(engine.url).inc()
         try:
-            response = await self._post(engine, decode_body(self._plan, self._part, params))
+            response = await self._post(self._placed["decode"], decode_body(self._plan, self._part, params))
             if not response.content_type.startswith("text/event-stream"):
                 body = await read_all("decode", engine.url, response)
                 if not body:
@@ -424,11 +424,11 @@ class Exchange:
             return True
         return False
 
-    async def _post(self, engine: Engine, body: Body) -> Response:
+    async def _post(self, placed: Placement, body: Body) -> Response:
         """A 200, its body unread. Raises `LegFailed`."""
+        engine, headers = placed.engine, placed.headers(self._headers)
         raw = wire.dumps(body, self._plan.plain)
         try:
-            headers = next(placed for placed in self._placed.values() if placed.engine is engine).headers(self._headers)
             response = await self._services.upstream.post(engine.role, engine.url, self._plan.route, raw, headers)
         except LegFailed as error:
             if error.code == PeerUnreachable.code:

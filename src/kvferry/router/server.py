@@ -67,10 +67,6 @@ class Request:
         """The client's address."""
         return self._connection.remote
 
-    @property
-    def secure(self) -> bool:
-        return self._connection.secure
-
     def send(self, response: web.Response) -> None:
         body = response.body
         assert body is None or isinstance(body, bytes | bytearray)
@@ -130,7 +126,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._raw = b""
         """All that came since the last request ended, or the last piece of a body of ours."""
-        self._target = b""
+        self._target, self._path = b"", ""
         self._head_bytes = 0
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._body: list[bytes] = []
@@ -146,10 +142,6 @@ class Connection(asyncio.Protocol):
         self._room = asyncio.Event()
         self._room.set()
         self.task: asyncio.Task[None] | None = None
-
-    @property
-    def secure(self) -> bool:
-        return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
     @property
     def remote(self) -> str:
@@ -253,7 +245,7 @@ class Connection(asyncio.Protocol):
         self._headers.add(text(name), text(value))
 
     def on_headers_complete(self) -> None:
-        path = self._target.partition(b"?")[0].decode("latin-1")
+        self._path = path = self._target.partition(b"?")[0].decode("latin-1")
         self._ours = self._parser.get_method() == b"POST" and path in self._server.paths
         if not self._ours:
             if self._parser.should_upgrade():
@@ -287,7 +279,7 @@ class Connection(asyncio.Protocol):
         self._raw, self._ours, self._ended_in_feed = b"", None, True
         request = Request(
             self,
-            self._target.partition(b"?")[0].decode("latin-1"),
+            self._path,
             self._headers,
             b"".join(self._body),
             old=self._parser.get_http_version() == "1.0",

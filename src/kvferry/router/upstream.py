@@ -97,12 +97,12 @@ class Upstream:
         begun = time.monotonic()
         try:
             try:
-                response, _ = await self._connections.request("POST", base, route, headers, body)
+                response = await self._connections.request("POST", base, route, headers, body)
             except Broken as error:
                 _, kept, touched = error.args
                 if not kept or touched or time.monotonic() - begun > IDLE_RACE_S:
                     raise
-                response, _ = await self._connections.request("POST", base, route, headers, body, fresh=True)
+                response = await self._connections.request("POST", base, route, headers, body, fresh=True)
         except (Unreachable, Broken) as error:
             raise broken(side, base, error) from error
         return response
@@ -112,7 +112,7 @@ class Upstream:
     ) -> Response:
         """A request of any kind, sent once; the response once its head is there. Raises `LegFailed`."""
         try:
-            response, _ = await self._connections.request(method, base, path, headers, body, fresh=True)
+            response = await self._connections.request(method, base, path, headers, body, fresh=True)
         except (Unreachable, Broken) as error:
             raise broken(side, base, error) from error
         return response
@@ -122,7 +122,7 @@ class Upstream:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             async with asyncio.timeout(timeout_s):
-                response, _ = await self._connections.request("GET", base, route, headers, fresh=True)
+                response = await self._connections.request("GET", base, route, headers, fresh=True)
                 body, _ = await response.read(limit)
                 response.close()
                 return Answer(response.status, body)
