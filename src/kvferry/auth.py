@@ -80,16 +80,25 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _from_file(path: str, setting: str) -> AuthKey:
+def read_private(path: str, setting: str, most_bytes: int, recipe: str, renewed: str) -> bytes:
+    """A secret's file, one byte above `most_bytes` at the most. `recipe`: how it is made; `renewed`: what to make anew.
+
+    Raises `ConfigError` for one that can't be read, or that everybody can.
+    """
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            raw = file.read(_MOST_BYTES + 1)
+            raw = file.read(most_bytes + 1)
     except OSError as error:
-        raise ConfigError(f"{setting}: {path}: {error.strerror}", hint=RECIPE) from None
+        raise ConfigError(f"{setting}: {path}: {error.strerror}", hint=recipe) from None
     if mode & stat.S_IRWXO:
         said = f"{setting}: {path} is open to every user of this machine (mode {mode:04o})"
-        raise ConfigError(said, hint=f"`chmod 600 {path}`, and a new key if others may have read it")
+        raise ConfigError(said, hint=f"`chmod 600 {path}`, and {renewed} if others may have read it")
+    return raw
+
+
+def _from_file(path: str, setting: str) -> AuthKey:
+    raw = read_private(path, setting, _MOST_BYTES, RECIPE, "a new key")
     try:
         return _checked(raw.decode(), f"{setting}: {path}", source=path)
     except UnicodeDecodeError:

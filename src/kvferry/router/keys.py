@@ -10,10 +10,10 @@ import hashlib
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable
 
+from kvferry.auth import read_private
 from kvferry.errors import ConfigError
 from kvferry.router.replies import Refusal
 
@@ -29,15 +29,7 @@ def read_keys(path: str, option: str, least: int = 1) -> tuple[str, ...]:
 
     Raises `ConfigError` that tells no key.
     """
-    try:
-        with open(path, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            raw = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{option}: {path}: {error.strerror}", hint=RECIPE) from None
-    if mode & stat.S_IRWXO:
-        said = f"{option}: {path} is open to every user of this machine (mode {mode:04o})"
-        raise ConfigError(said, hint=f"`chmod 600 {path}`, and new keys if others may have read it")
+    raw = read_private(path, option, _MOST_BYTES, RECIPE, "new keys")
     if len(raw) > _MOST_BYTES:
         raise ConfigError(f"{option}: {path} is above {_MOST_BYTES} bytes", hint=RECIPE)
     try:
