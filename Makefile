@@ -7,7 +7,7 @@ BIN := .venv/bin
 help:
 	@echo "make setup   install everything into .venv (3 to 6 minutes once, then seconds)"
 	@echo "make demo    serve a real model colocated, pulled and pushed; compare answers and time (about 3 minutes)"
-	@echo "make test    every test (about 45 minutes on 2 cores)"
+	@echo "make test    every test (about 50 minutes on 2 cores)"
 	@echo "make check   format, lint, types, fast tests (about a minute)"
 
 setup:
@@ -19,7 +19,7 @@ demo: setup
 	@$(BIN)/kvferry demo
 
 test: setup
-	@echo "make test: every test, real engines included; about 45 minutes on 2 cores"
+	@echo "make test: every test, real engines included; about 50 minutes on 2 cores"
 	@$(BIN)/python -m pytest
 
 check: setup

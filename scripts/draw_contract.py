@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from contract_cases import CASES, GENERAL, Case  # noqa: E402
+from contract_case import Case  # noqa: E402
+from contract_cases import CASES, GENERAL, RENDERED  # noqa: E402
 
 HEAD = """# Two engines that answer like one
 
@@ -16,7 +17,8 @@ Drawn from the table in `tests/support/contract_cases.py` by `scripts/draw_contr
 
 A client that talks to the router gets what one `vllm serve` would send: status, body, the events of a stream with their
 order and fields. Each line below is a request that `tests/contract` sends to one engine and, through the router, to a
-pair. *sim*: transport-real engines, in the modes push, pull and stream. *vLLM*: vLLM on CPU, greedy, push; logprobs may
+pair. *sim*: transport-real engines, in the modes push, pull and stream, and those of `/inference/v1/generate` with
+`--first-token prefill` too (pull, and stream bound late). *vLLM*: vLLM on CPU, greedy, push; logprobs may
 be off by 1e-3. Taken out before comparing: ids, times of creation, fingerprints, and where a stream is cut into events
 (an engine joins tokens that wait); the texts, ids and scores of a choice are joined again, the fields of its events and
 the order of kinds of events are kept.
@@ -33,12 +35,26 @@ LEGS = """
 | `prompt_logprobs`, the prompt's part of `echo` with `logprobs` | the prefill engine; decode is never asked |
 | a refusal (4xx) | the decode engine, which gets the client's own body; else the prefill engine |
 | `/tokenize`, `/detokenize`, `/version`, renderings, embeddings and scores | one decode engine, as it is |
+| the first token with `--first-token prefill`, where [it may be](router.md#the-first-token) | the prefill engine |
 | an echo with `max_tokens` 0 | one prefill engine, as it is |
 | a body that is no JSON object | one decode engine's refusal |
 
 Of a stream the router parses only the events that it edits: the one with the counts, where the engines tell of their
 cache; all of an `echo` with `logprobs`; all of several prompts. The rest goes through as bytes.
 
+"""
+
+
+TIER = """
+## Behind a render tier
+
+With `--render` the text of completions, chats and responses is made by vLLM's own frontend, in a render worker, and
+both engines get token ids. The same {count} cases run on simulated engines through a tier and are compared with one
+engine without. A refusal of the request's form, and a body that is no JSON object, are the worker's word then;
+`/tokenize`, `/detokenize`, renderings and derenderings are one worker's. What differs besides:
+
+| Difference | Why | Tested in |
+|---|---|---|
 """
 
 
@@ -64,6 +80,11 @@ def page() -> str:
         )
     lines.append("\nFor every request:\n\n| Difference | Why | Tested in |\n|---|---|---|\n")
     lines += [f"| {what} | {why} | `{where}` |\n" for what, why, where in GENERAL]
+    lines += [TIER.format(count=tier("sim"))]
+    lines += [
+        f"| {case.name} | {case.rendered.why} | `tests/contract/test_render.py` |\n" for case in CASES if case.rendered
+    ]
+    lines += [f"| {what} | {why} | `{where}` |\n" for what, why, where in RENDERED]
     lines.append("\n## Where it is equal\n")
     for route in dict.fromkeys(case.route for case in equal):
         lines.append(f"\n### `{route}`\n\n| Request | Status | Engines |\n|---|---|---|\n")

@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from failure_matrix import CLOCK, MATRIX, STAGE_TEXT, TITLES, Cell, End, Row  # noqa: E402
-from failure_scene import LIMITS, STAGES  # noqa: E402
+from failure_cells import CLOCK, STAGE_TEXT, TITLES, Cell, End, Row  # noqa: E402
+from failure_matrix import MATRIX  # noqa: E402
+from failure_scene import LIMITS, MODES, STAGES  # noqa: E402
 
 HEAD = """# When something breaks
 
@@ -21,8 +22,9 @@ and the decode engine (D) do, within which time, what the client gets, and which
 `tests/fault/test_matrix.py` runs every line, in every mode named, with the real transfer cores of both sides over an
 in-memory fabric and side channel and an injected clock. A line passes only if the outcomes, the times and the metrics
 are those stated here, each side is told exactly once, nothing is written to a block after it went back, nothing is left
-open, and another transfer between the two (or whoever was started in place of the dead) works. What is shown with real
-processes and engines too is named under the fault.
+open, and another transfer between the two (or whoever was started in place of the dead) works; and only if the real
+router, before engines whose requests end as these sides ended, gives its client what is stated here, whole and
+streamed. What is shown with real processes and engines too is named under the fault.
 
 ## Stages
 
@@ -34,6 +36,8 @@ AFTER_STAGES = f"""
 - **Ends.** `ok`, or the code that the story, the log and `kvferry:transfers_total` give; *held nothing*: counted as
   ended so, and there was nothing to free; *has ended*: well, before the fault; *nothing*: this side knows of no
   transfer.
+- **Modes.** In `pull` D reads, in `pull-write` P writes, which is also mode pull: `pull_by` in
+  [configuration.md](configuration.md#who-moves-the-bytes-of-a-pull).
 - **Times** are from the fault on, or from where the cell says (`D comes`, `prefill is done`: one second after the fault
   in the tests); *at once* is less than half a second. Names of settings are those of
   [configuration.md](configuration.md); the tests use
@@ -64,9 +68,8 @@ def section(row: Row) -> str:
     for _, same in groupby(cells, key=lambda cell: (cell.stage, said(cell))):
         alike = list(same)
         modes = [mode for cell in alike for mode in cell.modes]
-        lines.append(
-            f"| {TITLES[alike[0].stage]} | {'all' if len(modes) == 3 else ', '.join(modes)} | {said(alike[0])} |"
-        )
+        which = "all" if len(modes) == len(MODES) else ", ".join(modes)
+        lines.append(f"| {TITLES[alike[0].stage]} | {which} | {said(alike[0])} |")
     if row.more:
         lines += ["", "For real too: " + ", ".join(f"`{name}`" for name in row.more) + "."]
     return "\n".join(lines) + "\n"

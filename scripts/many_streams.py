@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import resource
@@ -100,8 +101,11 @@ class Router:
 
     def kinds(self) -> Counter[str]:
         """Of its open descriptors: socket, pipe, anon_inode:[eventfd], ..."""
-        links = [link for link in Path(f"/proc/{self.process.pid}/fd").iterdir() if link.is_symlink()]
-        return Counter(str(link.readlink()).split(":[")[0] for link in links)
+        found: Counter[str] = Counter()
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                found[str(link.readlink()).split(":[")[0]] += 1
+        return found
 
     async def stop(self) -> int:
         self.process.terminate()
@@ -260,7 +264,8 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         if router.url and router.process.returncode is None:
             router.process.kill()
             await router.process.wait()
-    return report(args, tally, samples, kills, before, after, ramp_s, code) | {"more_descriptors": dict(kinds)}
+    warm_s = max(ramp_s, args.warm_up * 60)
+    return report(args, tally, samples, kills, before, after, warm_s, code) | {"more_descriptors": dict(kinds)}
 
 
 async def settled(router: Router, before: tuple[int, int]) -> tuple[int, int]:
@@ -281,10 +286,10 @@ def report(
     kills: list[str],
     before: tuple[int, int],
     after: tuple[int, int],
-    ramp_s: float,
+    warm_s: float,
     code: int,
 ) -> dict[str, Any]:
-    steady = [sample.mib for sample in samples if sample.second > ramp_s]
+    steady = [sample.mib for sample in samples if sample.second > warm_s]
     third = max(1, len(steady) // 3)
     early, late = statistics.median(steady[:third]), statistics.median(steady[-third:])
     verdict = {
@@ -321,6 +326,8 @@ def report(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
+    warm = "before memory is looked at: each coincidence of kills that is the worst so far raises its high water"
+    parser.add_argument("--warm-up", type=float, default=0.0, metavar="MINUTES", help=warm)
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--events", type=int, default=12, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("--pace", type=float, default=2.0, help="seconds between two tokens (default: %(default)s)")

@@ -17,13 +17,16 @@ from kvferry.errors import KVFerryError
 
 @dataclass(frozen=True)
 class Command:
-    """`module` has `add` (takes the parser) and `run` (takes the parsed arguments, returns the exit code)."""
+    """`module` has `add` (takes the parser) and `run` (takes the parsed arguments, returns the exit code). `rest`: what
+    the parser doesn't know is passed on in `rest`, for another program to check.
+    """
 
     help: str
     module: str
     add: str
     run: str
     example: str
+    rest: bool = False
 
 
 LAUNCH = "kvferry.launch.commands"
@@ -51,6 +54,14 @@ COMMANDS = {
         "add_arguments",
         "run",
         "kvferry engine --profile qwen3-32b-h200-tp8 --byte-scale 8 --port 8100",
+    ),
+    "render": Command(
+        "templates, tokens and parsers on CPUs: vLLM's frontend without an engine",
+        "kvferry.render.main",
+        "add_arguments",
+        "run",
+        "kvferry render smollm2 --workers 2 --port 8400 --enable-auto-tool-choice --tool-call-parser hermes",
+        rest=True,
     ),
     "story": Command(
         "tell what happened to one transfer",
@@ -148,7 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
         add(parser)
-        return run(parser.parse_args(arguments[1:]))
+        if not command.rest:
+            return run(parser.parse_args(arguments[1:]))
+        parsed, rest = parser.parse_known_args(arguments[1:])
+        parsed.rest = rest
+        return run(parsed)
     except KVFerryError as error:
         print(f"kvferry: error: {error}", file=sys.stderr)
         return 1

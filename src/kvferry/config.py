@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from kvferry.errors import ConfigError, unknown_name
-from kvferry.protocol.messages import Mode, Verify
+from kvferry.protocol.messages import Mode, PullBy, Verify
 
 DEFAULT_SIDE_CHANNEL_PORT = 5600  # vLLM's own NIXL default
 
@@ -24,7 +24,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     mode: Mode = "push"
     """Who posts: 'push' = prefill WRITEs when the prompt is computed, 'stream' = while it is being computed, 'pull' =
-    decode READs. A request may name its own; both sides must agree."""
+    decode takes it when the prompt is computed. A request may name its own; both sides must agree."""
+
+    pull_by: PullBy = "auto"
+    """Pull: who moves the bytes. 'read' = decode READs, 'write' = prefill WRITEs as in push, 'auto' = decode READs if
+    its READs are seen to need no help of the prefill process: where a transport emulates them, as TCP does, UCX ends
+    that process if decode dies in the middle of one. Of the two sides' settings 'write' goes before 'read'."""
 
     background: bool = True
     """False (pull on the decode side only): plan, post and poll inside the engine loop, as upstream's pull does."""
@@ -108,6 +113,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Write a SHA-256 of every transferred block to the story on both sides. For tests: reads all bytes twice."""
 
     @property
+    def pull_by_now(self) -> PullBy:
+        """What posts in the engine loop, as vLLM's pull does, reads as that does."""
+        return self.pull_by if self.background else "read"
+
+    @property
     def staging_area_bytes(self) -> int:
         return 0 if self.staging == "off" else self.staging_bytes
 
@@ -157,6 +167,11 @@ def connector_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.e
         raise ConfigError(f"staging_bytes: {config.staging_bytes}", hint="expected 0 or more; staging: off needs none")
     if not config.background and config.mode != "pull":
         raise ConfigError(f"background: false with mode {config.mode!r}", hint="only pull can post in the engine loop")
+    if not config.background and config.pull_by == "write":
+        raise ConfigError(
+            "pull_by: 'write' with background false",
+            hint="the engine loop posts READs: set pull_by to 'auto' or 'read', or background to true",
+        )
     for peer in config.peers:
         parse_address(peer, "peers")
     return config

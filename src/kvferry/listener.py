@@ -13,9 +13,9 @@ MAX_HEADER_BYTES = 256 * 1024
 """Of all header lines of a request. vLLM takes more; nothing that is right needs it."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Taken before anything else starts, so that a port in use costs nothing and is all that is said; nobody can
-    connect before it listens. Raises `ConfigError`.
+    connect before it listens. `shared`: others that say so too may have the same port. Raises `ConfigError`.
     """
     if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
         raise ConfigError(f"port: {port} is not a port", hint="1 to 65535, or 0 for any free one")
@@ -26,6 +26,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
         except OSError:
             listener.close()

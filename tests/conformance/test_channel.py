@@ -9,6 +9,7 @@ import time
 from collections import deque
 
 import pytest
+import zmq
 
 from kvferry.auth import AuthKey
 from kvferry.errors import ConfigError, PeerUnreachable
@@ -408,3 +409,64 @@ def test_what_can_be_no_address_is_an_error_and_leaves_nothing(host):
         assert channel._dialled == {} and list(channel.poll(0.0)) == []
     finally:
         channel.close()
+
+
+def test_who_never_reads_is_owed_so_much_and_no_more(monkeypatch) -> None:
+    """He is lost, counted, and others are served."""
+    monkeypatch.setattr("kvferry.transfer.channel._MOST_UNSENT", 20)
+    listener = ZmqChannel("127.0.0.1", 0)
+    context = zmq.Context()
+    mute, other = (context.socket(zmq.DEALER) for _ in range(2))
+    try:
+        for one in (mute, other):
+            one.linger, one.rcvhwm = 0, 1
+            one.connect(f"tcp://127.0.0.1:{listener.port}")
+            one.send(b"hello")
+            (got,) = [event for event in polled(listener) if isinstance(event, Got)]
+            if one is mute:
+                key = got.key
+        sent = 0
+        until = time.monotonic() + LIMIT_S
+        while listener.send(key, bytes(1 << 20)):
+            sent += 1
+            assert sent < 200 and time.monotonic() < until, "it grows without end"
+            time.sleep(0.001)  # ZMQ's thread fills the kernel's buffers
+        assert sent >= 20
+        assert not listener.send(key, b"more") and Uninvited("not_reading") in listener.poll(0)
+        assert listener.poll(0) == []
+        assert listener.send(got.key, b"you read") and other.poll(int(LIMIT_S * 1000)) and other.recv() == b"you read"
+    finally:
+        for one in (mute, other):
+            one.close()
+        context.destroy(linger=0)
+        listener.close()
+
+
+def test_a_listener_that_never_reads_is_lost_too(monkeypatch) -> None:
+    monkeypatch.setattr("kvferry.transfer.channel._MOST_UNSENT", 20)
+    context = zmq.Context()
+    mute = context.socket(zmq.ROUTER)
+    mute.linger, mute.rcvhwm = 0, 1
+    dialler = ZmqChannel("127.0.0.1", 0)
+    try:
+        key = dialler.dial("127.0.0.1", mute.bind_to_random_port("tcp://127.0.0.1"))
+        assert Up(key) in polled(dialler)
+        sent = 0
+        while dialler.send(key, bytes(1 << 20)):
+            sent += 1
+            assert sent < 200, "it grows without end"
+            time.sleep(0.001)
+        assert sent >= 20
+        dialler.hang_up(key)  # as who sends does then
+    finally:
+        dialler.close()
+        mute.close()
+        context.destroy(linger=0)
+
+
+def polled(channel: ZmqChannel) -> list:
+    """The next events."""
+    until = time.monotonic() + LIMIT_S
+    while not (events := [event for event in channel.poll(0.05) if not (isinstance(event, Got) and not event.data)]):
+        assert time.monotonic() < until
+    return events

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from contract_cases import CASES, Case, text
+from contract_case import Case, text
+from contract_cases import CASES
 from contract_check import check, resolved, seen, send
-from sim_tier import simulated
-
-from kvferry.launch.deployment import Deployment
+from contract_sides import Sides, at_baseline, both
 
 MINE = [case for case in CASES if "sim" in case.tiers]
-BASELINE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Sides:
-    one: str
-    pair: str
-    model: str
-    deployments: tuple[Deployment, ...]
 
 
 @pytest.fixture(scope="module", params=["push", "pull", "stream"])
 def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
-    folder = tmp_path_factory.mktemp(request.param)
-    with (
-        simulated(folder / "one", "colocated", router=False) as one,
-        simulated(folder / "pair", request.param) as pair,
-    ):
-        yield Sides(one.engines[0].url, pair.router_url, pair.model_name(), (one, pair))
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(connector=connector, max_field_size=1 << 20) as session:
-        yield session
+    with both(tmp_path_factory.mktemp(request.param), request.param) as sides:
+        yield sides
 
 
 @pytest.mark.parametrize("case", MINE, ids=lambda case: case.name)
@@ -52,22 +30,6 @@ async def test_one_and_pair_answer_alike(case: Case, sides: Sides, session: aioh
         one = await send(session, sides.one, asked, sides.model)
         check(case, one, await send(session, sides.pair, asked, sides.model))
     await at_baseline(session, sides)
-
-
-async def at_baseline(session: aiohttp.ClientSession, sides: Sides) -> None:
-    """No request runs and no block is held, on any engine."""
-    async with asyncio.timeout(BASELINE_S):
-        for engine in (engine for deployment in sides.deployments for engine in deployment.engines):
-            while True:
-                async with session.get(f"{engine.url}/metrics") as response:
-                    lines = (await response.text()).splitlines()
-                names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "kvferry:open_")
-                left = [line for line in lines if line.startswith(names) and float(line.split()[-1])]
-                if not left:
-                    break
-                # the gauges move when the engine steps: a tiny request makes it
-                tiny = Case(name="tiny", body={"prompt": [1], "max_tokens": 1})
-                await send(session, engine.url, tiny, sides.model)
 
 
 async def test_headers_of_one_engine_are_the_pairs_too(sides: Sides, session: aiohttp.ClientSession) -> None:

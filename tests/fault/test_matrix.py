@@ -1,10 +1,11 @@
-"""Every cell of the failure matrix, run with real cores over the in-memory fabric and channel."""
+"""Every cell of the failure matrix, run with real cores over the in-memory fabric and channel, and the real router."""
 
 from __future__ import annotations
 
+import failure_client
 import failure_matrix
 import pytest
-from failure_matrix import CLOCK, Cell, End
+from failure_cells import CLOCK, Cell, End
 from failure_rows import CONFIG, STRIKES
 from failure_scene import LIMITS, STEP_S, Scene, Told
 
@@ -32,6 +33,7 @@ def test_cell(cell: Cell, mode: str) -> None:
     keeps_word(scene.told["P"], cell.p)
     keeps_word(scene.told["D"], cell.d)
     scene.bytes_are_right()
+    assert failure_client.told(cell, mode, scene) == cell.client
     for code, at in scene.others:
         assert code == "lease_lapsed" and abs(at - LIMITS["lease_s"]) <= 3 * STEP_S
     assert bool(scene.others) == ("expired" in cell.flags) and len(scene.others) in (0, 40)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_pair import BIG, TOKENS, Pair
+from nixl_pair import BIG, TOKENS, Pair, may_copy_between_processes
 from nixl_tier import BLOCK, BLOCKS, Child
 
 from kvferry.transfer import commands as cmd
@@ -21,6 +21,7 @@ Start = Callable[..., Pair]
 
 LIMITS = {"lease_s": 2.0, "connect_timeout_s": 1.5, "registration_timeout_s": 2.0, "staging": "off"}
 SOON_S = 2.0  # 'at once', on a busy machine
+KINDS = ("sources", "landings", "posts", "stages")
 ALL, ALL_TOKENS = tuple(range(BLOCKS)), BLOCKS * BLOCK
 
 
@@ -112,6 +113,30 @@ def test_killed(start: Start) -> None:
     pair.nothing_held(pair.p, pair.d)
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.004])
+def test_killed_while_slots_go_to_and_fro(start: Start, pause_s: float) -> None:
+    """Staged: WRITEs with notes one way, notes the other, cut anywhere; who lives serves the next."""
+    staged = LIMITS | {"staging": "always", "staging_bytes": 1 << 16}
+    pair = start("push", token_bytes=BIG, **staged)
+    for number in range(2):
+        for side in ("p", "d"):
+            tid = f"{side}{number}"
+            pair.expect(tid)
+            pair.land(tid, ALL, ALL_TOKENS)
+            pair.until(pair.p, "legs", lambda legs: legs == 1)
+            pair.ready(tid, ALL, ALL_TOKENS)
+            time.sleep(pause_s)
+            left = pair.d if side == "p" else pair.p
+            since = pair.kill(pair.p if side == "p" else pair.d)
+            got = left.ask("results", 1, 30.0)
+            assert got and time.monotonic() - since < SOON_S + LIMITS["lease_s"]
+            assert {one.code for one in got} <= {"", "peer_gone", "write_failed"}, got
+            pair.until(left, "open", lambda held: not any(held[kind] for kind in KINDS))
+            left.ask("results", 2, 0.1)
+            pair.restart(side)
+            pair.works(f"then-{tid}")
+
+
 def test_killed_in_the_middle_of_a_stream(start: Start) -> None:
     pair = start("stream", token_bytes=BIG, stream_chunk_bytes=1, **LIMITS)
     in_flight(pair, "flying")
@@ -134,8 +159,8 @@ def test_killed_in_the_middle_of_a_stream(start: Start) -> None:
 
 
 def test_killed_while_reads_are_in_flight(start: Start) -> None:
-    """Pull: P is stopped when it has granted, so that D's READ of its memory hangs, and killed."""
-    pair = start("pull", relay=True, token_bytes=BIG, **LIMITS)
+    """Pull by READ: P is stopped when it has granted, so that D's READ of its memory hangs, and killed."""
+    pair = start("pull", relay=True, token_bytes=BIG, pull_by="read", **LIMITS)
     relay = pair.relay
     assert relay is not None
 
@@ -157,23 +182,63 @@ def test_killed_while_reads_are_in_flight(start: Start) -> None:
     pair.nothing_held(pair.p, pair.d)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="over TCP, UCX may abort the process that a dying one is reading from: see README"
-)
-def test_killed_while_it_reads(start: Start) -> None:
-    """Pull: D is killed in a READ that goes on."""
+def test_killed_in_the_middle_of_a_pull(start: Start) -> None:
+    """Over TCP, where READs are emulated, P writes; else UCX would end P when D dies while it reads."""
     pair = start("pull", token_bytes=BIG, **LIMITS)
-    for turn in range(3):
-        tid = f"d-flying-{turn}"
+
+    def pulling(tid: str) -> None:
+        pair.works(f"first, then {tid}")
+        pair.until(pair.p, "ways", lambda ways: ways == ["write"])
         pair.expect(tid)
         pair.ready(tid, ALL, ALL_TOKENS)
         pair.land(tid, ALL, ALL_TOKENS)
-        pair.until(pair.d, "open", lambda held: held["posts"] == 1)
-        since = pair.kill(pair.d)
-        ends(pair.p, "peer_gone", since)
-        pair.nothing_held(pair.p)
+        pair.until(pair.p, "open", lambda held: held["posts"] == 1)
+
+    p = pair.p
+    for turn in range(4):
+        pulling(f"d-flying-{turn}")
+        ends(p, {"peer_gone", "write_failed"}, pair.kill(pair.d))  # whoever says it first, ZMQ or NIXL
+        pair.until(p, "open", lambda held: held["posts"] == 0)
+        pair.nothing_held(p)
         pair.restart("d")
-        pair.works(f"after {turn}")
+    assert pair.p is p and p.process.is_alive()
+
+    pulling("flying")
+    ends(pair.d, "peer_gone", pair.kill(pair.p))
+    pair.nothing_held(pair.d)
+    pair.restart("p")
+    pair.works("the end")
+    pair.nothing_held(pair.p, pair.d)
+
+
+@pytest.mark.skipif(not may_copy_between_processes(), reason="process_vm_readv is not allowed here")
+def test_killed_while_it_reads_within_the_machine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy within the machine needs nobody's help: D reads, and may die in the middle of it, as may P."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self,sm")
+    pair = start("pull", token_bytes=BIG, **LIMITS)
+    p = pair.p
+    for turn in range(3):
+        pair.works(f"first, then {turn}")
+        pair.until(p, "ways", lambda ways: ways == ["read"])
+        tid = f"d-reads-{turn}"
+        pair.expect(tid)
+        pair.ready(tid, ALL, ALL_TOKENS)
+        pair.land(tid, ALL, ALL_TOKENS)
+        time.sleep(0.003 + turn * 0.003)  # it takes some 10 ms
+        ends(p, {"peer_gone", "", "lease_lapsed"}, pair.kill(pair.d), most=4.0)  # or before it asks
+        pair.nothing_held(p)
+        pair.restart("d")
+    assert pair.p is p and p.process.is_alive()
+
+    pair.works("before P dies")
+    pair.until(p, "ways", lambda ways: ways == ["read"])
+    pair.expect("flying")
+    pair.ready("flying", ALL, ALL_TOKENS)
+    pair.land("flying", ALL, ALL_TOKENS)
+    ends(pair.d, {"peer_gone", "read_failed", ""}, pair.kill(p))
+    pair.nothing_held(pair.d)
+    pair.restart("p")
+    pair.works("the end")
     pair.nothing_held(pair.p, pair.d)
 
 

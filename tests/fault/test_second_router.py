@@ -11,8 +11,8 @@ from sim_tier import simulated
 
 from kvferry.ids import TransferId
 from kvferry.launch.deployment import Deployment
-from kvferry.router.cancel import cancel
 from kvferry.router.config import RouterConfig
+from kvferry.router.dispatch.cancel import cancel
 from kvferry.router.main import Running
 from kvferry.router.spec import parse_spec
 from kvferry.story import read_lines

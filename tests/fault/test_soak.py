@@ -20,15 +20,17 @@ WHAT = Ask([1, 2, 3], [7, 8, 9])
 
 @pytest.mark.nixl
 @pytest.mark.timeout(240)
-def test_half_a_minute(tmp_path: Path) -> None:
+def test_half_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2P2D, all modes at once, killed, stopped, stalled, slowed and cut off."""
     facts = tmp_path / "soak.json"
+    monkeypatch.chdir(tmp_path)
     code = main(["bench", "soak", "--minutes", "0.5", "--seed", "3", "--json", str(facts), "--workers", "5"])
     told = json.loads(facts.read_text())
     assert told["violations"] == [] and code == 0
     assert told["endings"]["right"] > 50 and sum(told["troubles"].values()) >= 8
     assert set(told["endings_by_mode"]) == {"push", "stream", "pull"}
     assert told["slowest_s"] <= told["bound_s"] + 1.0
+    assert list(tmp_path.iterdir()) == [facts], "its logs are not left where it was started"
 
 
 # -- what it says of answers ------------------------------------------------------------------------------------------

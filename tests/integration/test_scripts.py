@@ -306,3 +306,13 @@ def test_the_router_is_started_with_the_prefill_settings_and_ended(box: Box, tmp
     assert process.returncode == 1
     assert "the router is not ready: it ended: " in err
     assert box.processes() == []
+
+
+def test_first_token_by_turns() -> None:
+    line = [sys.executable, str(SCRIPTS / "first_token.py"), "--mode", "stream", "--rounds", "1", "--num", "2"]
+    more = ["--tokens", "40", "--profile", "instant", "--byte-scale", "1"]
+    done = subprocess.run([*line, *more], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, equal = done.stdout.splitlines()
+    assert first.startswith("stream, first token by decode: TTFT ") and equal == "answers: equal"
+    assert second.startswith("stream, first token by prefill: TTFT ")

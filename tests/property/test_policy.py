@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.ask import Ask
-from kvferry.router.policy import POLICIES, TOPOLOGY_FACTOR, Policy, Snapshot, choose, eligible
+from kvferry.router.choice.ask import Ask
+from kvferry.router.choice.policy import POLICIES, TOPOLOGY_FACTOR, Policy, Snapshot, choose, eligible
 
 URLS = [f"http://e{number}" for number in range(6)]
 MODELS = st.sampled_from(["x", "y", "z"])

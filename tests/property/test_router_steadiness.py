@@ -7,10 +7,10 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.breaker import Breaker, BreakerSettings, State
-from kvferry.router.budget import RetryBudget, RetrySettings, backoff_s
-from kvferry.router.outliers import Outliers, OutlierSettings, Sample
-from kvferry.router.window import Window
+from kvferry.router.engines.breaker import Breaker, BreakerSettings, State
+from kvferry.router.engines.budget import RetryBudget, RetrySettings, backoff_s
+from kvferry.router.engines.outliers import Outliers, OutlierSettings, Sample
+from kvferry.router.engines.window import Window
 
 steps = st.floats(0, 4, allow_nan=False)
 

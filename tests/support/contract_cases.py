@@ -5,139 +5,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-GENERATE = "/inference/v1/generate"
-JSON = "application/json"
-MODEL = "<model>"
-"""Stands for the name that the engines serve."""
-
-USAGE = {"include_usage": True}
-CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
-PASSAGE = "The ferry left the east bank at dawn with bread, milk and letters. "
-LONG = PASSAGE * 8
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "depart",
-        "description": "When a ferry leaves.",
-        "parameters": {
-            "type": "object",
-            "properties": {"bank": {"type": "string", "enum": ["east", "west"]}},
-            "required": ["bank"],
-            "additionalProperties": False,
-        },
-    },
-}
-FLAT_TOOL = {"type": "function", **TOOL["function"]}
-NAMED = {"type": "function", "function": {"name": "depart"}}
-SCHEMA = {
-    "type": "object",
-    "properties": {"bank": {"type": "string", "enum": ["east", "west"]}, "full": {"type": "boolean"}},
-    "required": ["bank", "full"],
-    "additionalProperties": False,
-}
-IMAGE = [
-    {"type": "text", "text": "What is this?"},
-    {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Differs:
-    """`status` and `param`: of the pair's refusal. `fields`: paths in the reply that differ, all else is equal."""
-
-    why: str
-    status: int = 0
-    param: str | None = None
-    fields: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """`times`: sent so often, one after the other, all replies compared. `greedy`: temperature 0 is added. `status`: of
-    one engine, checked so that a case shows what it says. `tiers`: which engines know the feature.
-    """
-
-    name: str
-    route: str = COMPLETIONS
-    method: str = "POST"
-    body: Any = None
-    raw: bytes | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    status: int = 200
-    times: int = 1
-    greedy: bool = True
-    differs: Differs | None = None
-    tiers: Sequence[str] = ("sim",)
-
-    def payload(self, model: str) -> tuple[bytes | None, dict[str, str]]:
-        """The bytes to send, and their headers."""
-        if self.raw is not None:
-            return self.raw, {"Content-Type": JSON} | self.headers
-        if self.body is None:
-            return None, self.headers
-        body = self.body
-        if isinstance(body, dict):
-            body = {"model": model} | body
-            if body["model"] is None:
-                del body["model"]
-            if self.greedy and self.route in (COMPLETIONS, CHAT, RESPONSES):
-                body.setdefault("temperature", 0)
-            if self.greedy and self.route == GENERATE and isinstance(body.get("sampling_params"), dict):
-                body["sampling_params"] = {"temperature": 0} | body["sampling_params"]
-        return json.dumps(body).encode(), {"Content-Type": JSON} | self.headers
-
-
-BOTH = ("sim", "vllm")
-VLLM = ("vllm",)
-
-
-def text(name: str, prompt: Any = None, **more: Any) -> dict[str, Any]:
-    """A completion whose prompt no other case has."""
-    return {"prompt": f"{name}. {LONG}" if prompt is None else prompt, "max_tokens": 12} | more
-
-
-def chat(name: str, content: Any = None, **more: Any) -> dict[str, Any]:
-    said = f"{name}. {LONG} What left at dawn?" if content is None else content
-    messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": said}]
-    return {"messages": messages, "max_tokens": 12} | more
-
-
-def ids(start: int, count: int = 40) -> list[int]:
-    return [300 + (start * 977 + at * 131) % 20_000 for at in range(count)]
-
-
-def completion(name: str, *, tiers: Sequence[str] = ("sim",), status: int = 200, **body: Any) -> Case:
-    return Case(name=name, body=text(name, **body), tiers=tiers, status=status)
-
-
-def talk(name: str, *, tiers: Sequence[str] = ("sim",), status: int = 200, **body: Any) -> Case:
-    return Case(name=name, route=CHAT, body=chat(name, **body), tiers=tiers, status=status)
-
-
-def respond(name: str, *, tiers: Sequence[str] = ("sim",), status: int = 200, **body: Any) -> Case:
-    body = {"input": f"{name}. {PASSAGE} What left?", "max_output_tokens": 10} | body
-    return Case(name=name, route=RESPONSES, body=body, tiers=tiers, status=status)
-
-
-def tokens(
-    name: str, at: int, sampling: Any, *, tiers: Sequence[str] = ("sim",), status: int = 200, **body: Any
-) -> Case:
-    body = {"token_ids": ids(at), "sampling_params": sampling} | body
-    return Case(name=name, route=GENERATE, body=body, tiers=tiers, status=status)
-
-
-def wrong(name: str, route: str = COMPLETIONS, *, status: int = 400, tiers: Sequence[str] = BOTH, **body: Any) -> Case:
-    made = text(name) if route == COMPLETIONS else chat(name)
-    return Case(name=name, route=route, body=made | body, status=status, tiers=tiers)
-
+from contract_case import (
+    BOTH,
+    CHAT,
+    CONTINUOUS,
+    FLAT_TOOL,
+    IMAGE,
+    LONG,
+    NAMED,
+    PASSAGE,
+    RESPONSES,
+    SCHEMA,
+    TOOL,
+    USAGE,
+    VLLM,
+    Case,
+    Differs,
+    chat,
+    completion,
+    ids,
+    respond,
+    talk,
+    text,
+    tokens,
+    wrong,
+)
 
 _COMPLETIONS = (
     completion("completion", tiers=BOTH),
@@ -356,6 +248,28 @@ _GENERATE = (
     tokens("generate, no ids", 29, {"max_tokens": 3}, token_ids=[], status=400, tiers=BOTH),
     tokens("generate, a negative id", 30, {"max_tokens": 3}, token_ids=[5, -1], status=400, tiers=BOTH),
     tokens("generate, sampling_params of the wrong type", 31, "x", status=400),
+    tokens("generate, one token", 40, {"max_tokens": 1}, tiers=BOTH),
+    tokens("generate, one token, streamed", 41, {"max_tokens": 1, "logprobs": 1}, stream=True, stream_options=USAGE),
+    tokens("generate, two tokens", 42, {"max_tokens": 2}, tiers=BOTH),
+    tokens("generate, two tokens, streamed", 43, {"max_tokens": 2, "ignore_eos": True}, stream=True),
+    tokens("generate, logprobs", 44, {"max_tokens": 5, "logprobs": 2}, tiers=BOTH),
+    tokens(
+        "generate, logprobs, streamed",
+        45,
+        {"max_tokens": 5, "logprobs": 1},
+        tiers=BOTH,
+        stream=True,
+        stream_options=CONTINUOUS,
+    ),
+    tokens("generate, prompt ids back, whole", 46, {"max_tokens": 4}, return_token_ids=True, tiers=BOTH),
+    tokens("generate, min_tokens of one", 47, {"max_tokens": 6, "min_tokens": 1}, stream=True, stream_options=USAGE),
+    tokens("generate, penalties", 48, {"max_tokens": 8, "repetition_penalty": 1.3, "presence_penalty": 1}, tiers=BOTH),
+    tokens("generate, no limit of its own", 49, {"stop_token_ids": list(range(0, 30_000, 7))}, stream=True),
+    tokens("generate, up to the model's length", 50, {"max_tokens": 40}, token_ids=ids(50, 60), stream=True),
+    tokens("generate, more tokens than the model has", 51, {"max_tokens": 10_000_000}, status=400),
+    tokens("generate, one token of a prompt", 52, {"max_tokens": 4}, token_ids=[777], stream=True),
+    tokens("generate, min_tokens above max_tokens", 53, {"max_tokens": 4, "min_tokens": 9}, status=400),
+    tokens("generate, an id of the client's", 54, {"max_tokens": 4}, request_id="mine", stream=True),
     tokens("generate, too long", 32, {"max_tokens": 3}, token_ids=[7] * 40_000, status=400),
 )
 
@@ -363,7 +277,17 @@ _PLAIN = (
     Case(name="tokenize", route="/tokenize", body={"prompt": "Grüße 🚢", "return_token_strs": True}, tiers=BOTH),
     Case(name="tokenize a chat", route="/tokenize", body={"messages": [{"role": "user", "content": "x"}]}, tiers=BOTH),
     Case(name="detokenize", route="/detokenize", body={"tokens": ids(40, 9)}, tiers=BOTH),
-    Case(name="detokenize, out of range", route="/detokenize", body={"tokens": [99_999_999]}, status=400),
+    Case(
+        name="detokenize, out of range",
+        route="/detokenize",
+        body={"tokens": [99_999_999]},
+        status=400,
+        rendered=Differs(
+            why="vLLM's tokenizer knows no text for such an id and gives none; the simulated engine refuses it",
+            fields=("",),
+            status=200,
+        ),
+    ),
     Case(name="models", route="/v1/models", method="GET", tiers=BOTH),
     Case(name="version", route="/version", method="GET", tiers=BOTH),
     Case(name="ping", route="/ping", method="GET", tiers=BOTH),
@@ -485,6 +409,28 @@ STOPS = (
     talk("chat, a stop string", stop=["<text 2>"], ignore_eos=True, stream=True, stream_options=USAGE),
     talk("chat, the first token is a stop token", stop_token_ids=["<token 0>"], tiers=BOTH),
     tokens("generate, the first token is a stop token", 33, {"max_tokens": 8, "stop_token_ids": ["<token 0>"]}),
+    tokens(
+        "generate, the first token is a stop token, streamed",
+        55,
+        {"max_tokens": 8, "stop_token_ids": ["<token 0>"], "logprobs": 1},
+        stream=True,
+        stream_options=CONTINUOUS,
+    ),
+    tokens(
+        "generate, the first token is a stop token, ids back",
+        56,
+        {"max_tokens": 8, "stop_token_ids": ["<token 0>"]},
+        stream=True,
+        return_token_ids=True,
+    ),
+    tokens("generate, the second token is a stop token", 57, {"max_tokens": 8, "stop_token_ids": ["<token 1>"]}),
+    tokens(
+        "generate, a stop token too early",
+        58,
+        {"max_tokens": 8, "min_tokens": 1, "stop_token_ids": ["<token 0>", "<token 2>"]},
+        stream=True,
+        stream_options=USAGE,
+    ),
     tokens("generate, a stop string", 34, {"max_tokens": 8, "stop": ["<text 2>"]}, output_mode="text", stream=True),
 )
 """`<token N>` and `<text N>` stand for the Nth token of the answer without a stop, which one engine is asked first."""
@@ -510,7 +456,7 @@ GENERAL = (
     (
         "The events of several prompts begin when each has its first token.",
         "Until then any of them can still fail, and its error is the client's.",
-        "tests/integration/router/test_router_requests.py",
+        "tests/integration/router/test_router_prompts.py",
     ),
     (
         "A stream that breaks after its first token ends in one error event, without `[DONE]`.",
@@ -541,17 +487,41 @@ GENERAL = (
     (
         "`/health`, `/metrics` and `/v1/models` are the router's own.",
         "Models are those that both sides serve.",
-        "tests/integration/router/test_router_requests.py",
+        "tests/integration/router/test_router_routes.py",
     ),
     (
         "Routes that steer an engine (`/pause`, `/sleep`, `/v1/load_lora_adapter` and the like) are refused.",
         "They would reach one engine of several.",
-        "tests/integration/router/test_router_requests.py",
+        "tests/integration/router/test_router_routes.py",
     ),
     (
         "vLLM's NixlPushConnector: `/v1/responses` is refused with 501; with either of its connectors `n` above 1 is.",
         "Those connectors pair by the request id, once.",
-        "tests/integration/router/test_router_requests.py",
+        "tests/integration/router/test_router_dialects.py",
     ),
 )
 """What holds for every request: (difference, reason, where it is tested)."""
+
+RENDERED = (
+    (
+        "What a refusal of a completions, chat or responses request says, on simulated engines.",
+        "It is the tier's, in vLLM's words; a simulated engine has its own. Status and shape are equal.",
+        "tests/contract/test_render.py",
+    ),
+    (
+        "`prompt_tokens_details` of a stream that decode computed without a prefill engine is left out.",
+        "An engine tells it at the end of its stream of tokens; vLLM's frontend takes it from the beginning.",
+        "tests/integration/router/test_router_render.py",
+    ),
+    (
+        "An answer that is not streamed and has stop strings is not tried again once decode had begun it.",
+        "Tokens go to the tier as they are made, so that a stop string ends decode's work at once.",
+        "tests/integration/router/test_router_render.py",
+    ),
+    (
+        "Without a render worker: 503 `render_unavailable`, or with `--render-fallback engines` as without a tier.",
+        "Engines may have been started without a tokenizer.",
+        "tests/integration/router/test_router_render.py",
+    ),
+)
+"""What a render tier changes, as above."""

@@ -14,11 +14,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from contract_cases import GENERATE, Case
+from contract_case import CHAT, COMPLETIONS, GENERATE, RESPONSES, Case
 
 OWN = ("created", "created_at", "request_id", "system_fingerprint", "item_id", "permission")
 """Another one each time, or each engine's."""
 IDS = ("cmpl-", "chatcmpl-", "resp_", "msg_", "fc_", "call_", "rs_")
+RENDERED_ROUTES = (COMPLETIONS, CHAT, RESPONSES)
 HEADERS = ("content-type", "allow", "www-authenticate")
 
 
@@ -165,6 +166,22 @@ def check(case: Case, one: Reply, pair: Reply, tolerance: float = 0.0) -> None:
         ours, theirs = without(ours, path), without(theirs, path)
     if case.differs.fields:
         compare(ours, theirs, tolerance)
+
+
+def check_rendered(case: Case, one: Reply, pair: Reply) -> None:
+    """As `check`, of a pair behind a render tier: refusals are in vLLM's words, which a simulated engine's aren't."""
+    assert one.status == case.status, one.raw[:2000]
+    if case.rendered is not None:
+        assert pair.status == case.rendered.status and seen(pair) != seen(one)
+    elif case.differs is None and case.status >= 400 and case.route in RENDERED_ROUTES and case.method == "POST":
+        assert pair.status == one.status
+        error = json.loads(pair.raw)["error"]
+        assert error.keys() == json.loads(one.raw)["error"].keys()
+        assert error["message"] and error["code"] == one.status
+    elif case.differs is not None:
+        check(case, one, pair)
+    else:
+        compare(seen(pair), seen(one), 0.0)
 
 
 def compare(ours: Any, theirs: Any, tolerance: float) -> None:

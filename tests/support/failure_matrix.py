@@ -15,165 +15,22 @@ and after them which more metrics move: `posts` (posts that failed), `quarantine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from failure_cells import ALL, PUSH, WHOLE, WRITES, Cell, Row, Spec
+from failure_rows import CUT_S, FROZEN_S
+from failure_scene import MODES, STAGES
 
-from failure_rows import COMES_LATE_S, CUT_S, FROZEN_S, HEARD_AGAIN_S, LATE_S, READS_LATE_S
-from failure_scene import COMPUTES_S, LIMITS, MODES, STAGES
-
-from kvferry.protocol.landing import Landings
-from kvferry.router.explain import cause_of
-
-STAGE_TEXT = {
-    "before": "P computes the prompt, D has named no blocks",
-    "registered": "D has named its blocks, P computes",
-    "met": "both are there, and the first copy is being posted (stream: of the first chunk)",
-    "flying": "copies are under way (stream: of the first chunk, and P computes on)",
-    "landed": "all bytes are there, the word of it is under way (pull: D's that it has read)",
-    "decoding": "D decodes, P has let go",
-}
-TITLES = {
-    "before": "before registration",
-    "registered": "registered, prefill running",
-    "met": "rendezvous met, nothing posted",
-    "flying": "writes in flight",
-    "landed": "landed, not yet decoding",
-    "decoding": "decoding",
-}
-_SETTLE_S = Landings(dial_s=1, prefill_s=1, transfer_s=1, fence_s=1).settle_s
-CLOCK: dict[str, tuple[float, str]] = {
-    "0": (0.0, "at once"),
-    "computed": (COMPUTES_S, "prefill is done"),
-    "comes": (COMPUTES_S, "D comes"),
-    "settle": (_SETTLE_S, f"{_SETTLE_S:g} s"),
-    "thaw": (FROZEN_S, "the link is back"),
-    "heard": (HEARD_AGAIN_S, "P has welcomed D"),
-    "over": (CUT_S, "the copies have ended"),
-    "late": (LATE_S, "P is done at last"),
-    "slow": (2.0, "the bytes have crawled over"),
-    "comes_late": (COMES_LATE_S, "D comes"),
-    "reads": (READS_LATE_S, "D has read"),
-    "queue": (15.0, "there are blocks"),
-    "stall": (5.0, "5 s"),
-    **{name: (seconds, f"`{name}`") for name, seconds in LIMITS.items()},
-}
-"""Name -> (seconds in a scene, how the page says it)."""
-
-
-@dataclass(frozen=True)
-class End:
-    """See the module."""
-
-    code: str
-    told: tuple[str, ...] = ()
-    freed: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(text: str) -> End:
-        code, _, times = text.partition("@")
-        told, _, freed = times.partition("/")
-        first = tuple(name.strip() for name in told.split("+") if name.strip())
-        last = tuple(name.strip() for name in freed.split("+") if name.strip())
-        for name in (*first, *last):
-            assert name in CLOCK, f"{text}: no time is called {name!r}"
-        return End(code.strip(), first, last or first)
-
-    @property
-    def hears(self) -> bool:
-        """The engine is told."""
-        return not self.code.startswith("=") and self.code not in ("had", "dead", "-")
-
-    @property
-    def outcome(self) -> str:
-        """What is counted; '' if nothing is."""
-        return "" if self.code in ("had", "dead", "-") else self.code.removeprefix("=")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """`impossible`: why there is no such thing; then the rest is empty. `open`: what is wrong with it, if it is."""
-
-    row: str
-    stage: str
-    modes: tuple[str, ...]
-    p: End = End("-")
-    d: End = End("-")
-    flags: tuple[str, ...] = ()
-    client: str = ""
-    impossible: str = ""
-    open: str = ""
-
-    def metrics(self) -> set[str]:
-        out = set()
-        for side, end in (("prefill", self.p), ("decode", self.d)):
-            if end.outcome:
-                out.add(f"kvferry:transfers_total{{{side},{end.outcome}}}")
-        if self.p.outcome == "lease_lapsed" or "expired" in self.flags:
-            out.add("vllm:nixl_num_kv_expired_reqs_total")
-        if "expired" in self.flags:
-            out.add("kvferry:transfers_total{prefill,lease_lapsed}")
-        if "posts" in self.flags:
-            out.add("vllm:nixl_num_failed_transfers_total")
-        if "quarantine" in self.flags:
-            out.add("kvferry:quarantined_blocks")
-        return out
-
-
-_ALL = "push stream pull"
-_WRITES = "push stream"
-_EVERY = " ".join(STAGES)
-Spec = tuple[str, str, str, str, str] | tuple[str, str, str, str] | tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Row:
-    """`text`: what happens exactly. `client`: stages -> what the client gets, where it isn't D's error or answer.
-    `more`: where else it is shown, for real."""
-
-    name: str
-    text: str
-    specs: tuple[Spec, ...]
-    client: dict[str, str] = field(default_factory=dict)
-    more: tuple[str, ...] = ()
-
-    def cells(self) -> Iterator[Cell]:
-        for spec in self.specs:
-            if len(spec) == 2:
-                where, _, modes = spec[0].partition(":")
-                for stage in where.split():
-                    yield Cell(self.name, stage, tuple((modes or _ALL).split()), impossible=spec[1])
-                continue
-            stages, modes, p, d, *flags = spec
-            for stage in stages.split():
-                yield self._cell(stage, tuple(modes.split()), End.of(p), End.of(d), tuple(" ".join(flags).split()))
-
-    def _cell(self, stage: str, modes: tuple[str, ...], p: End, d: End, flags: tuple[str, ...]) -> Cell:
-        told = next((text for stages, text in self.client.items() if stage in stages.split()), "")
-        if not told:
-            told = "its answer" if d.code in ("ok", "had") else client_of(d.outcome)
-        return Cell(self.name, stage, modes, p, d, flags, told)
-
-
-def client_of(code: str) -> str:
-    """The router's answer where a transfer failed on D with this code."""
-    assert code, "say what the client gets"
-    cause = cause_of(code)
-    return f"{cause.http_status} `{cause.code}`"
-
-
-_GONE = {_EVERY: "is gone"}
 _UNCHANGED: tuple[Spec, ...] = (
-    ("before", _WRITES, "ok @ comes", "ok @ comes"),
+    ("before", WRITES, "ok @ comes", "ok @ comes"),
     ("before", "pull", "ok @ comes", "ok @ comes"),
-    ("registered", _ALL, "ok @ computed", "ok @ computed"),
-    ("met flying", "push pull", "ok @ 0", "ok @ 0"),
+    ("registered", ALL, "ok @ computed", "ok @ computed"),
+    ("met flying", WHOLE, "ok @ 0", "ok @ 0"),
     ("met flying", "stream", "ok @ computed", "ok @ computed"),
-    ("landed", _WRITES, "had", "ok @ 0"),
+    ("landed", WRITES, "had", "ok @ 0"),
     ("landed", "pull", "ok @ 0", "ok @ 0"),
-    ("decoding", _ALL, "had", "had"),
+    ("decoding", ALL, "had", "had"),
 )
 """Nothing comes of it."""
-_HAD = ("decoding", _ALL, "had", "had")
+_HAD = ("decoding", ALL, "had", "had")
 
 
 def _rest(*stages: str) -> tuple[Spec, ...]:
@@ -181,65 +38,70 @@ def _rest(*stages: str) -> tuple[Spec, ...]:
 
 
 _P_IS_GONE: tuple[Spec, ...] = (
-    ("registered", _ALL, "dead", "peer_gone @ 0 / settle", "quarantine"),
-    ("met flying", _WRITES, "dead", "peer_gone @ 0 / settle", "quarantine"),
+    ("registered", ALL, "dead", "peer_gone @ 0 / settle", "quarantine"),
+    ("met flying", PUSH, "dead", "peer_gone @ 0 / settle", "quarantine"),
+    ("met flying", "stream", "dead", "peer_gone @ 0 / settle", "quarantine"),
     ("met", "pull", "dead", "read_failed @ 0", "posts"),
     ("flying", "pull", "dead", "peer_gone @ 0", "posts"),
-    ("landed", _WRITES, "dead", "peer_gone @ 0 / settle", "quarantine"),
+    ("landed", WRITES, "dead", "peer_gone @ 0 / settle", "quarantine"),
     ("landed", "pull", "dead", "peer_gone @ 0"),
-    ("decoding", _ALL, "dead", "had"),
+    ("decoding", ALL, "dead", "had"),
 )
 _D_IS_GONE: tuple[Spec, ...] = (
-    ("before", _ALL, "lease_lapsed @ computed + lease_s", "dead"),
-    ("registered", _ALL, "peer_gone @ computed", "dead"),
-    ("met", "push", "write_failed @ 0", "dead", "posts"),
+    ("before", ALL, "lease_lapsed @ computed + lease_s", "dead"),
+    ("registered", ALL, "peer_gone @ computed", "dead"),
+    ("met", PUSH, "write_failed @ 0", "dead", "posts"),
     ("met", "stream", "write_failed @ computed", "dead", "posts"),
     ("met flying landed", "pull", "peer_gone @ 0", "dead"),
-    ("flying", "push", "peer_gone @ 0", "dead", "posts"),
+    ("flying", PUSH, "peer_gone @ 0", "dead", "posts"),
     ("flying", "stream", "peer_gone @ computed", "dead", "posts"),
-    ("landed decoding", _ALL.replace(" pull", ""), "had", "dead"),
+    ("landed decoding", WRITES, "had", "dead"),
     ("decoding", "pull", "had", "dead"),
 )
 _LEGS_CLOSE: tuple[Spec, ...] = (
-    ("before", _ALL, "=aborted", "-"),
-    ("registered", _ALL, "=aborted", "cancelled @ 0"),
+    ("before", ALL, "=aborted", "-"),
+    ("registered", ALL, "=aborted", "cancelled @ 0"),
     ("met flying", "stream", "aborted @ 0", "cancelled @ 0"),
-    ("landed", _WRITES, "had", "cancelled @ 0"),
+    ("landed", WRITES, "had", "cancelled @ 0"),
     ("landed", "pull", "ok @ 0", "cancelled @ 0"),
     _HAD,
 )
 _WORD_LOST: tuple[Spec, ...] = (
-    ("before registered", "push", "transfer_timeout @ computed + transfer_timeout_s",
+    ("before registered", PUSH, "transfer_timeout @ computed + transfer_timeout_s",
         "transfer_timeout @ computed + transfer_timeout_s / computed + transfer_timeout_s + settle",
         "posts quarantine"),
     ("before", "stream", "ok @ comes", "ok @ comes"),
     ("registered", "stream", "ok @ computed", "ok @ computed"),
     ("before", "pull", "cancelled @ comes + prefill_timeout_s", "transfer_timeout @ comes + prefill_timeout_s"),
     ("registered", "pull", "cancelled @ prefill_timeout_s", "transfer_timeout @ prefill_timeout_s"),
-    ("met flying", "push", "ok @ 0", "transfer_timeout @ transfer_timeout_s"),
+    ("met flying", PUSH, "ok @ 0", "transfer_timeout @ transfer_timeout_s"),
     ("met flying", "stream", "ok @ computed", "ok @ computed"),
     ("met flying landed", "pull", "cancelled @ lease_s", "transfer_timeout @ lease_s"),
-    ("landed", _WRITES, "had", "transfer_timeout @ transfer_timeout_s"),
+    ("landed", WRITES, "had", "transfer_timeout @ transfer_timeout_s"),
     _HAD,
 )  # fmt: skip
 _KILLED = (
     "tests/fault/test_processes.py::test_killed",
     "tests/fault/test_processes.py::test_killed_in_the_middle_of_a_stream",
     "tests/fault/test_processes.py::test_killed_while_reads_are_in_flight",
+    "tests/fault/test_processes.py::test_killed_in_the_middle_of_a_pull",
+    "tests/fault/test_processes.py::test_killed_while_it_reads_within_the_machine",
     "tests/fault/test_engines.py::test_killed_at_each_stage",
     "tests/vllm/test_killed.py::test_each_engine_killed_with_writes_in_flight_and_started_again",
 )
 _ROUTER_502 = "502 `engine_error`"
+_P_ANSWERED_OR_NOT = {
+    "before registered": f"{_ROUTER_502} (P's leg broke)",
+    "met flying:stream": f"{_ROUTER_502} (P's leg broke)",
+    "met flying landed": f"502 `transfer_failed`, or {_ROUTER_502} (P's leg broke) if P had not answered",
+}
 
 MATRIX: tuple[Row, ...] = (
     Row(
         "P dies",
         "P's process ends, as by SIGKILL.",
-        (("before", _ALL, "dead", "peer_unreachable @ comes + connect_timeout_s"), *_P_IS_GONE),
-        client={
-            "before registered": f"{_ROUTER_502}: P's leg broke",
-            "met flying landed": "502 `transfer_failed`, or `engine_error` if P had not answered",
-        },
+        (("before", ALL, "dead", "peer_unreachable @ comes + connect_timeout_s"), *_P_IS_GONE),
+        client=_P_ANSWERED_OR_NOT,
         more=_KILLED,
     ),
     Row(
@@ -247,9 +109,9 @@ MATRIX: tuple[Row, ...] = (
         "D's process ends, as by SIGKILL. P computes on here; the router closes its leg, which ends it sooner.",
         _D_IS_GONE,
         client={
-            "before": "503 `peer_unreachable`: D's leg is refused",
-            "registered met flying landed": f"{_ROUTER_502}: D's leg broke",
-            "decoding": "502 `engine_error`; if it streams, one error event and the end",
+            "before": f"{_ROUTER_502} (D's leg broke), or 503 `peer_unreachable` (D's leg is refused) if it came later",
+            "registered met flying landed": f"{_ROUTER_502} (D's leg broke)",
+            "decoding": f"{_ROUTER_502} (D's leg broke); if it streams, one error event and the end",
         },
         more=_KILLED,
     ),
@@ -257,15 +119,15 @@ MATRIX: tuple[Row, ...] = (
         "router dies",
         "Its connections close, so both engines abort what they have of the request; a decode leg that was not sent "
         "yet never comes.",
-        (*_LEGS_CLOSE, ("met flying", "push pull", "cancelled @ 0", "cancelled @ 0")),
-        client={_EVERY: "its connection breaks"},
+        (*_LEGS_CLOSE, ("met flying", WHOLE, "cancelled @ 0", "cancelled @ 0")),
+        whatever="its connection breaks",
         more=("tests/fault/test_router.py::test_router_killed",),
     ),
     Row(
         "client leaves",
         "The router closes both legs, and tells P to let go of what D may not have fetched.",
-        (*_LEGS_CLOSE, ("met flying", "push pull", "abandoned @ 0", "cancelled @ 0")),
-        client=_GONE,
+        (*_LEGS_CLOSE, ("met flying", WHOLE, "abandoned @ 0", "cancelled @ 0")),
+        whatever="is gone",
         more=(
             "tests/fault/test_router.py::test_client_leaves_at_each_stage",
             "tests/vllm/test_errors.py::test_client_leaves_while_decode_waits",
@@ -277,12 +139,13 @@ MATRIX: tuple[Row, ...] = (
         "P's engine aborts the request. Once all its KV was handed over, it has ended there, and the abort finds "
         "nothing.",
         (
-            ("before", _ALL, "=aborted", "aborted @ comes"),
-            ("registered", _ALL, "=aborted", "aborted @ 0"),
-            ("met flying", "push pull", "ok @ 0", "ok @ 0"),
+            ("before", ALL, "=aborted", "aborted @ comes"),
+            ("registered", ALL, "=aborted", "aborted @ 0"),
+            ("met flying", WHOLE, "ok @ 0", "ok @ 0"),
             ("met flying", "stream", "aborted @ 0", "aborted @ 0"),
             *_rest("landed", "decoding"),
         ),
+        client={"before registered met flying": f"{_ROUTER_502} (P's leg says that it was aborted)"},
         more=("tests/vllm/test_stream.py::test_aborts_at_random_times_leave_nothing",),
     ),
     Row(
@@ -290,15 +153,15 @@ MATRIX: tuple[Row, ...] = (
         "D's engine aborts the request. Before it has blocks, P isn't told by the engine of it; the router's word is "
         "in the row 'client leaves'.",
         (
-            ("before", _ALL, "lease_lapsed @ computed + lease_s", "-"),
-            ("registered", _ALL, "cancelled @ computed", "cancelled @ 0"),
-            ("met flying", "push pull", "cancelled @ 0", "cancelled @ 0"),
+            ("before", ALL, "lease_lapsed @ computed + lease_s", "-"),
+            ("registered", ALL, "cancelled @ computed", "cancelled @ 0"),
+            ("met flying", WHOLE, "cancelled @ 0", "cancelled @ 0"),
             ("met flying", "stream", "cancelled @ computed", "cancelled @ 0"),
-            ("landed", _WRITES, "had", "cancelled @ 0"),
+            ("landed", WRITES, "had", "cancelled @ 0"),
             ("landed", "pull", "ok @ 0", "cancelled @ 0"),
             _HAD,
         ),
-        client={_EVERY: "what D's engine says to an abort"},
+        whatever="its answer, ended by D with `abort`",
         more=("tests/vllm/test_errors.py::test_decode_queue_aborted",),
     ),
     Row(
@@ -307,9 +170,9 @@ MATRIX: tuple[Row, ...] = (
         "before: of a stream the next attempt is written over the first; a push or pull whose KV was complete ends.",
         (
             *_rest("before", "registered"),
-            ("met flying", "push pull", "aborted @ 0", "aborted @ 0"),
+            ("met flying", WHOLE, "aborted @ 0", "aborted @ 0"),
             ("met flying", "stream", "ok @ computed", "ok @ computed"),
-            ("landed", _WRITES, "had", "ok @ 0"),
+            ("landed", WRITES, "had", "ok @ 0"),
             ("landed", "pull", "aborted @ 0", "aborted @ 0"),
             _HAD,
         ),
@@ -342,13 +205,10 @@ MATRIX: tuple[Row, ...] = (
         "P restarts",
         "P's process ends and another one listens at the same address, at once.",
         (
-            ("before", _ALL, "dead", "prefill_never_came @ comes + registration_timeout_s"),
+            ("before", ALL, "dead", "prefill_never_came @ comes + registration_timeout_s"),
             *_P_IS_GONE,
         ),
-        client={
-            "before registered": f"{_ROUTER_502}: P's leg broke",
-            "met flying landed": "502 `transfer_failed`, or `engine_error` if P had not answered",
-        },
+        client=_P_ANSWERED_OR_NOT,
         more=_KILLED,
     ),
     Row(
@@ -356,8 +216,8 @@ MATRIX: tuple[Row, ...] = (
         "D's process ends and another one is there, at once. P computes on here, as above.",
         _D_IS_GONE,
         client={
-            "before registered met flying landed": f"{_ROUTER_502}: D's leg broke",
-            "decoding": "502 `engine_error`; if it streams, one error event and the end",
+            "before registered met flying landed": f"{_ROUTER_502} (D's leg broke)",
+            "decoding": f"{_ROUTER_502} (D's leg broke); if it streams, one error event and the end",
         },
         more=_KILLED,
     ),
@@ -366,11 +226,11 @@ MATRIX: tuple[Row, ...] = (
         "The connection breaks, and P answers no greeting from then on. (Where it refuses, requests fail at once with "
         "its reason.) It is greeted again every `connect_timeout_s`.",
         (
-            ("before", _ALL, "lease_lapsed @ computed + lease_s", "peer_unreachable @ comes + connect_timeout_s"),
-            ("registered", _ALL, "peer_gone @ computed", "peer_gone @ 0 / heard + settle", "quarantine"),
-            ("met flying", "push pull", "peer_gone @ 0", "peer_gone @ 0 / heard + settle", "posts quarantine"),
+            ("before", ALL, "lease_lapsed @ computed + lease_s", "peer_unreachable @ comes + connect_timeout_s"),
+            ("registered", ALL, "peer_gone @ computed", "peer_gone @ 0 / heard + settle", "quarantine"),
+            ("met flying", WHOLE, "peer_gone @ 0", "peer_gone @ 0 / heard + settle", "posts quarantine"),
             ("met flying", "stream", "peer_gone @ computed", "peer_gone @ 0 / heard + settle", "posts quarantine"),
-            ("landed", _WRITES, "had", "peer_gone @ 0 / heard + settle", "quarantine"),
+            ("landed", WRITES, "had", "peer_gone @ 0 / heard + settle", "quarantine"),
             ("landed", "pull", "peer_gone @ 0", "peer_gone @ 0"),
             _HAD,
         ),
@@ -386,11 +246,11 @@ MATRIX: tuple[Row, ...] = (
         f"go on for {CUT_S:g} s more, and P welcomes D again only when they have ended.",
         (
             *_rest("before"),
-            ("registered", _ALL, "peer_gone @ computed", "peer_gone @ 0 / settle", "quarantine"),
-            ("met flying", "push", "peer_gone @ 0", "peer_gone @ 0 / over + settle", "posts quarantine"),
+            ("registered", ALL, "peer_gone @ computed", "peer_gone @ 0 / settle", "quarantine"),
+            ("met flying", PUSH, "peer_gone @ 0", "peer_gone @ 0 / over + settle", "posts quarantine"),
             ("met flying", "stream", "peer_gone @ computed", "peer_gone @ 0 / over + settle", "posts quarantine"),
             ("met flying", "pull", "peer_gone @ 0", "peer_gone @ 0 / over", "posts quarantine"),
-            ("landed", _WRITES, "had", "peer_gone @ 0 / settle", "quarantine"),
+            ("landed", WRITES, "had", "peer_gone @ 0 / settle", "quarantine"),
             ("landed", "pull", "peer_gone @ 0", "peer_gone @ 0"),
             _HAD,
         ),
@@ -400,7 +260,7 @@ MATRIX: tuple[Row, ...] = (
         "registration lost",
         "P never hears of D's blocks, though their connection stands.",
         (
-            ("before", _ALL, "lease_lapsed @ computed + lease_s", "transfer_timeout @ comes + prefill_timeout_s"),
+            ("before", ALL, "lease_lapsed @ computed + lease_s", "transfer_timeout @ comes + prefill_timeout_s"),
             ("registered met flying landed decoding", "P has it"),
         ),
         more=(
@@ -415,9 +275,9 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "notification lost",
-        "What P (pull: the next of both) says next is lost, though their connection stands: `Begin`, `Seal`, `Grant`, "
-        "`Landed`, `Fetched`. A lost `Begin` leaves D asleep, so over TCP the bytes don't move; a lost `Seal` changes "
-        "nothing.",
+        "What P (where D reads: the next of both) says next is lost, though their connection stands: `Begin`, `Seal`, "
+        "`Grant`, `Landed`, `Fetched`. A lost `Begin` leaves D asleep, so over TCP the bytes don't move; a lost `Seal` "
+        "changes nothing.",
         _WORD_LOST,
         more=("tests/integration/engine/test_faults.py::test_a_lost_message_ends_in_one_error",),
     ),
@@ -431,10 +291,10 @@ MATRIX: tuple[Row, ...] = (
         "notifications out of order",
         "The next two that P says change places. (Their connection keeps the order; a foreign one might not.)",
         (
-            *(spec for spec in _UNCHANGED if "pull" not in spec[1] and spec[0] == "before"),
-            ("registered", _WRITES, "ok @ computed", "ok @ computed"),
+            *(spec for spec in _UNCHANGED if spec[1] == WRITES and spec[0] == "before"),
+            ("registered", WRITES, "ok @ computed", "ok @ computed"),
             ("met flying", "stream", "ok @ computed", "ok @ computed"),
-            ("met flying landed:push", "one word is left, and nothing to change places with"),
+            ("met flying landed:push pull-write", "one word is left, and nothing to change places with"),
             ("landed:stream", "one word is left, and nothing to change places with"),
             ("before registered met flying landed:pull", "each word waits for the other side's"),
             _HAD,
@@ -442,13 +302,13 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "WRITE fails",
-        "The fabric says so: when the copy is posted, or while it is under way. In pull it is D's READ.",
+        "The fabric says so: when the copy is posted, or while it is under way. Where D reads, it is its READ.",
         (
-            ("before registered", _WRITES, "write_failed @ computed", "write_failed @ computed", "posts"),
+            ("before registered", WRITES, "write_failed @ computed", "write_failed @ computed", "posts"),
             ("before registered", "pull", "read_failed @ computed", "read_failed @ computed", "posts"),
-            ("met", "push", "write_failed @ 0", "write_failed @ 0", "posts"),
+            ("met", PUSH, "write_failed @ 0", "write_failed @ 0", "posts"),
             ("met", "stream", "write_failed @ computed", "write_failed @ 0", "posts"),
-            ("flying", "push", "write_failed @ 0", "write_failed @ 0 / settle", "posts quarantine"),
+            ("flying", PUSH, "write_failed @ 0", "write_failed @ 0 / settle", "posts quarantine"),
             ("flying", "stream", "write_failed @ computed", "write_failed @ 0 / settle", "posts quarantine"),
             ("met flying", "pull", "read_failed @ 0", "read_failed @ 0", "posts"),
             ("landed decoding", "all of them have completed"),
@@ -458,12 +318,12 @@ MATRIX: tuple[Row, ...] = (
         "link frozen",
         f"No message and no byte passes for {FROZEN_S:g} s, longer than a lease, and no connection breaks.",
         (
-            ("before", _ALL, "lease_lapsed @ computed + lease_s", "peer_gone @ lease_s / thaw + settle", "quarantine"),
-            ("registered", _WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "posts quarantine"),
+            ("before", ALL, "lease_lapsed @ computed + lease_s", "peer_gone @ lease_s / thaw + settle", "quarantine"),
+            ("registered", WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "posts quarantine"),
             ("registered", "pull", "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "quarantine"),
-            ("met flying", _WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "posts quarantine"),
+            ("met flying", WRITES, "peer_gone @ lease_s", "peer_gone @ lease_s / thaw + settle", "posts quarantine"),
             ("met flying", "pull", "peer_gone @ lease_s", "peer_gone @ lease_s / thaw", "posts quarantine"),
-            ("landed", _WRITES, "had", "peer_gone @ lease_s / thaw", "quarantine"),
+            ("landed", WRITES, "had", "peer_gone @ lease_s / thaw", "quarantine"),
             ("landed", "pull", "peer_gone @ lease_s", "transfer_timeout @ lease_s"),
             _HAD,
         ),
@@ -478,11 +338,11 @@ MATRIX: tuple[Row, ...] = (
         "link slow",
         "Every message half a second late, and one region each eighth of a second.",
         (
-            ("before", _ALL, "ok @ comes + slow", "ok @ comes + slow"),
-            ("registered", _ALL, "ok @ computed + slow", "ok @ computed + slow"),
-            ("met flying", "push pull", "ok @ slow", "ok @ slow"),
+            ("before", ALL, "ok @ comes + slow", "ok @ comes + slow"),
+            ("registered", ALL, "ok @ computed + slow", "ok @ computed + slow"),
+            ("met flying", WHOLE, "ok @ slow", "ok @ slow"),
             ("met flying", "stream", "ok @ computed + slow", "ok @ computed + slow"),
-            ("landed", _WRITES, "had", "ok @ slow"),
+            ("landed", WRITES, "had", "ok @ slow"),
             ("landed", "pull", "ok @ slow", "ok @ slow"),
             _HAD,
         ),
@@ -495,11 +355,11 @@ MATRIX: tuple[Row, ...] = (
         "lease lapses, P slow",
         "Prefill, or the copy, takes longer than its limit. A copy can't be called back: D's blocks wait for its end.",
         (
-            ("before", _ALL, "cancelled @ late", "transfer_timeout @ comes + prefill_timeout_s"),
-            ("registered", _ALL, "cancelled @ late", "transfer_timeout @ prefill_timeout_s"),
+            ("before", ALL, "cancelled @ late", "transfer_timeout @ comes + prefill_timeout_s"),
+            ("registered", ALL, "cancelled @ late", "transfer_timeout @ prefill_timeout_s"),
             (
                 "met flying",
-                "push",
+                PUSH,
                 "cancelled @ transfer_timeout_s",
                 "transfer_timeout @ transfer_timeout_s / thaw",
                 "posts quarantine",
@@ -524,13 +384,13 @@ MATRIX: tuple[Row, ...] = (
     ),
     Row(
         "lease lapses, D slow",
-        "D comes twice as late as a lease; in pull, once it is there, it reads for longer than a lease. A D that is "
+        "D comes twice as late as a lease; where it reads, it does so for longer than a lease. A D that is "
         "there has all the time of its own limits.",
         (
-            ("before", _ALL, "lease_lapsed @ computed + lease_s", "lease_lapsed @ comes_late"),
+            ("before", ALL, "lease_lapsed @ computed + lease_s", "lease_lapsed @ comes_late"),
             ("met flying", "pull", "ok @ reads", "ok @ reads"),
             *(spec for spec in _rest("registered", "landed", "decoding")),
-            ("met flying", "push", "ok @ 0", "ok @ 0"),
+            ("met flying", PUSH, "ok @ 0", "ok @ 0"),
             ("met flying", "stream", "ok @ computed", "ok @ computed"),
         ),
         more=(
@@ -542,7 +402,7 @@ MATRIX: tuple[Row, ...] = (
         "pool of D full",
         "D's request queues for blocks for 15 s, more than two leases. D says so (`Waiting`), and P waits.",
         (
-            ("before", _ALL, "ok @ queue", "ok @ queue"),
+            ("before", ALL, "ok @ queue", "ok @ queue"),
             ("registered met flying landed decoding", "it has its blocks"),
         ),
     ),
@@ -550,9 +410,9 @@ MATRIX: tuple[Row, ...] = (
         "pool of P full",
         "P's request queues for blocks, or for the rest of them, for 15 s.",
         (
-            ("before registered", _ALL, "ok @ queue", "ok @ queue"),
+            ("before registered", ALL, "ok @ queue", "ok @ queue"),
             ("met flying", "stream", "ok @ queue", "ok @ queue"),
-            ("met flying:push pull", "P has all the blocks that the prompt needs"),
+            ("met flying:push pull pull-write", "P has all the blocks that the prompt needs"),
             ("landed decoding", "P has all the blocks that the prompt needs"),
         ),
     ),
@@ -573,9 +433,9 @@ MATRIX: tuple[Row, ...] = (
         "Neither engine loop says or hears anything for 5 s. The transfer threads go on: what needs no engine is not "
         "delayed, and the other side doesn't take it for dead.",
         (
-            ("before", _ALL, "ok @ comes + stall", "ok @ comes + stall"),
-            ("registered", _ALL, "ok @ computed + stall", "ok @ computed + stall"),
-            ("met flying", "push pull", "ok @ 0", "ok @ 0"),
+            ("before", ALL, "ok @ comes + stall", "ok @ comes + stall"),
+            ("registered", ALL, "ok @ computed + stall", "ok @ computed + stall"),
+            ("met flying", WHOLE, "ok @ 0", "ok @ 0"),
             ("met flying", "stream", "ok @ computed + stall", "ok @ computed + stall"),
             *_rest("landed", "decoding"),
         ),

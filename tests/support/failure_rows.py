@@ -133,7 +133,7 @@ def news_swapped(scene: Scene) -> None:
 
 
 def write_fails(scene: Scene) -> None:
-    """READ in pull."""
+    """READ in pull, where D reads."""
     if scene.world.copies:
         scene.world.copies[0].error = "link flapped"
         return
@@ -184,7 +184,7 @@ def d_is_slow(scene: Scene) -> None:
     if not scene.d_landed:
         scene.d_comes = False
         scene.after(COMES_LATE_S, scene.land)
-    elif scene.mode == "pull" and scene.stage in ("met", "flying"):
+    elif scene.reads and scene.stage in ("met", "flying"):
         scene.paused = scene.world.hold = True
         for copy in scene.world.copies:
             copy.held = True

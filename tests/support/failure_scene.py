@@ -18,9 +18,11 @@ from kvferry.observe.transfers import TransferMetrics
 from kvferry.protocol import codec
 from kvferry.protocol import messages as wire
 from kvferry.transfer import commands as cmd
+from kvferry.transfer.channel import Got
 
 STAGES = ("before", "registered", "met", "flying", "landed", "decoding")
-MODES = ("push", "stream", "pull")
+MODES = ("push", "stream", "pull", "pull-write")
+"""`pull-write`: mode pull, and P writes; in `pull` D reads."""
 LIMITS = {
     "lease_s": 6.0,
     "registration_timeout_s": 4.0,
@@ -108,8 +110,10 @@ class Scene(House):
     def __init__(self, mode: str, strike: Callable[[Scene], None], p_ahead: float = 0.0, **config: object) -> None:
         super().__init__()
         self.p_ahead = p_ahead
-        self.mode, self._strike = mode, strike
-        self.config = {"mode": mode, "stream_chunk_bytes": 1, **LIMITS, **config}
+        self.mode, _, writes = mode.partition("-")
+        self.reads, self._strike = mode == "pull", strike
+        by = "write" if writes else "read"
+        self.config = {"mode": self.mode, "pull_by": by, "stream_chunk_bytes": 1, **LIMITS, **config}
         self.told = {"P": Told(), "D": Told()}
         self.struck_at: float | None = None
         self.stage = ""
@@ -117,6 +121,10 @@ class Scene(House):
         self.d_comes, self.p_goes_on = True, True
         self.paused = False  # what was held stays so
         self.d_landed, self.p_handed = False, False
+        self.handed_at = 0.0
+        """By the house's clock."""
+        self.verdict: wire.Verdict | None = None
+        """What D says of its failure as soon as its engine knows of it."""
         self.waits_at_d = False
         self._inside: Rank | None = None
         self._reborn: Callable[[], Rank] | None = None
@@ -172,6 +180,8 @@ class Scene(House):
                         self._reborn()
         for meter in self.meters:
             meter.feed()
+        if self.verdict is None and self.told["D"].code not in (None, "ok") and self.d not in self.dead:
+            self.verdict = self.why()
 
     # -- what they are told -----------------------------------------------------------------------------------------
 
@@ -213,7 +223,8 @@ class Scene(House):
         self.p.core.submit(cmd.Grown("t", "p-t", P_BLOCKS[:1], 4))
 
     def hand_over(self, tid: str = "t", blocks: tuple[int, ...] | None = None) -> None:
-        self.p_handed = self.p_handed or tid == "t"
+        if tid == "t" and not self.p_handed:
+            self.p_handed, self.handed_at = True, self.now
         blocks = self.source_blocks if blocks is None else blocks
         self.p.core.submit(cmd.Ready(tid, f"p-{tid}", blocks, TOKENS))
 
@@ -398,6 +409,30 @@ class Scene(House):
         said = router.send(key, codec.encode(wire.Abandon(transfer_id="t", reason=reason)))
         assert said
         self.after(2.0, router.close)
+
+    def why(self) -> wire.Verdict:
+        """What D tells the router that asks why, on a connection of its own, which nothing holds back."""
+        router = self.network.channel("127.0.0.1", 7701)
+        key = router.dial("127.0.0.1", DP)
+        router.poll(0)
+        assert router.send(key, codec.encode(wire.Why(transfer_id="t")))
+        [link] = [one for one in self.network.links if one.dialler is router]
+        said: list[wire.AnyMessage] = []
+        while link.to_listener:
+            link.listener.events.append(Got(link.listener_key, link.to_listener.popleft()))
+        self.d.core.step(0.0)
+        said += [codec.decode(one.data) for one in router.poll(0) if isinstance(one, Got)]
+        said += [codec.decode(data) for data in link.to_dialler]
+        router.close()
+        [verdict] = [one for one in said if isinstance(one, wire.Verdict)]
+        return verdict
+
+    @property
+    def p_answers_first(self) -> bool:
+        """P has computed the prompt, and said so to the router, before D knows how the transfer ends."""
+        assert self.struck_at is not None
+        ends = self.told["D"].at
+        return self.p_handed and (ends is None or self.handed_at <= self.struck_at + ends)
 
     @staticmethod
     def says(data: bytes, kind: type) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -20,6 +21,24 @@ from kvferry.transfer import commands as cmd
 TOKENS = 2 * BLOCK
 BIG = 16 * 1024
 """Bytes of a token's head that make a transfer of all blocks 64 MiB: more than the kernel's buffers take."""
+
+
+def may_copy_between_processes() -> bool:
+    """Whether the kernel lets one process read another's memory, as UCX does within a machine."""
+
+    class Area(ctypes.Structure):
+        _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    other = os.fork()
+    if not other:
+        signal.pause()
+    try:
+        ends = [ctypes.byref(Area(ctypes.addressof(one), 1)) for one in (target, source)]
+        return ctypes.CDLL(None).process_vm_readv(other, ends[0], 1, ends[1], 1, 0) == 1 and target.raw == b"x"
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
 
 
 class Relay:

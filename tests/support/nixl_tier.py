@@ -195,6 +195,8 @@ def rank_child(pipe: Any, name: str, role: str, port: int, peers: list[str], mod
             pipe.send(bool((memory == args[0]).all()))
         elif what == "ups":
             pipe.send(len(core._peers.up_keys()))
+        elif what == "ways":  # by whom each D rank pulls from here
+            pipe.send([way.by for way in core._pulls._ways.values()])
         elif what == "legs":  # registrations that P holds
             pipe.send(len(core._rendezvous._by_leg))
         elif what == "blocks":
@@ -257,7 +259,9 @@ def liar_child(pipe: Any, p_port: int, d_port: int, what: str) -> None:
     asker = dial(d_port)
     asker.send(codec.encode(wire.Inspect()))
     layout = hear(asker, wire.Inspection).layout
-    facts = dict(life=1, engine_id="liar", rank=0, tp_size=1, layout=layout, silence_s=30.0, dialled="x")
+    facts = dict(
+        life=1, engine_id="liar", rank=0, tp_size=1, layout=layout, silence_s=30.0, pull_by="auto", dialled="x"
+    )
     own = dict(agent=fabric.metadata(), scratch=memory.ctypes.data)
     p = dial(p_port)
     p.send(codec.encode(wire.Hello(**facts, **own)))

@@ -44,7 +44,7 @@ class House:
         self, name, role, port, *, rank=0, tp=1, heads=2, total=2, fill=0, fingerprint="m", ahead=0.0, blocks=BLOCKS,
         staging_bytes=4096, **config,
     ) -> Rank:  # fmt: skip
-        """`ahead`: seconds by which its clock differs from the house's."""
+        """`ahead`: seconds by which its clock differs from the house's. Where `pull_by` isn't given, D reads."""
         memory = np.full((PLANES, blocks, heads, BLOCK, TOKEN), fill, np.uint8)
         areas = Areas("cpu", staging_bytes)
         fabric = self.world.fabric(f"{name}{rank}")
@@ -73,7 +73,7 @@ class House:
         failing: list[cmd.Failing] = []
         core = TransferCore(
             Identity(name, rank, tp, role),
-            connector_config({"side_channel_port": port, **config}, {}),
+            connector_config({"side_channel_port": port, "pull_by": "read", **config}, {}),
             fabric,
             self.network.channel("127.0.0.1", port + rank),
             layout,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import aiohttp
 from kvferry.auth import AuthKey, load_key
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.launch.deployment import Deployment, RunningEngine
+from kvferry.launch.ports import LOOPBACK, Ports
+from kvferry.launch.routing import router_command
 from kvferry.launch.spec import DeploymentSpec
+from kvferry.launch.web import healthy
 
 
 @dataclass(frozen=True)
@@ -120,3 +125,26 @@ def deployed(state_dir: Path, **spec: Any) -> Iterator[Deployment]:
     """One deployment without a router, stopped with the block."""
     with Deployment(DeploymentSpec(**{"router": False, "state_dir": state_dir, **spec})) as deployment:
         yield deployment
+
+
+@contextmanager
+def router_without_tier(deployment: Deployment) -> Iterator[str]:
+    """A second router in front of a deployment's engines, which render themselves; its address."""
+    ports = Ports()
+    port = ports.free()
+    plans = [engine.plan for engine in deployment.engines]
+    spec = replace(deployment.spec, render=0)
+    argv = router_command(spec, plans, deployment.mode, port, deployment.state_dir)
+    url = f"http://{LOOPBACK}:{port}"
+    with (deployment.state_dir.logs / "router-without-tier.log").open("wb") as log:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        until = time.monotonic() + 60.0
+        while not healthy(url):
+            assert process.poll() is None and time.monotonic() < until, Path(log.name).read_text()
+            time.sleep(0.1)
+        ports.release()
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20.0)

@@ -22,7 +22,15 @@ LAYOUT = wire.Layout(
     fingerprint={"model": "m"},
 )
 GREETING = dict(
-    life=2**62, engine_id="e", rank=1, tp_size=2, layout=LAYOUT, agent=b"\0\xff", scratch=2**47, silence_s=30.0
+    life=2**62,
+    engine_id="e",
+    rank=1,
+    tp_size=2,
+    layout=LAYOUT,
+    agent=b"\0\xff",
+    scratch=2**47,
+    silence_s=30.0,
+    pull_by="auto",
 )
 POINT = wire.Point(op="GET", scattered=True, nbytes=4096, median_s=2e-5, fastest_s=1e-5, repeats=3)
 HALF = wire.Half(
@@ -39,6 +47,8 @@ EXAMPLES: list[wire.Message] = [
     wire.Hello(dialled="p.example:5600", **GREETING),
     wire.Welcome(**GREETING),
     wire.Warm(echo=b"e"),
+    wire.Look(),
+    wire.Looked(alone=True, over=True),
     wire.Refuse(code="c", reason="r"),
     wire.Beat(),
     wire.Register(

@@ -49,7 +49,7 @@ def test_importing_the_cli_loads_no_heavy_module() -> None:
         (["up", "--mode", "stream", "--bind", "at=²"], 1, "--bind: 'at=²'"),
         (["router", "--bind", "late", "--decode", "a:1", "--prefill", "b:1"], 1, "--bind: 'late' with mode 'push'"),
         (
-            ["router", "--bind", "late", "--mode", "stream", "--connector", "upstream-pull", "--decode", "a:1"],
+            ["router", "--bind", "late", "--connector", "upstream-pull", "--decode", "a:1"],
             1,
             "--bind: 'late' with connector 'upstream-pull'",
         ),

@@ -49,6 +49,8 @@ def test_unknown_key_names_the_nearest() -> None:
         ({"idle_wait_ms": 5000}, "idle_wait_ms: 5000"),
         ({"side_channel_port": 70000}, "side_channel_port: 70000"),
         ({"background": False}, "only pull can post in the engine loop"),
+        ({"pull_by": "reed"}, r"^pull_by: 'reed' \(expected one of auto, read, write; did you mean 'read'\?\)$"),
+        ({"pull_by": "write", "background": False, "mode": "pull"}, "set pull_by to 'auto' or 'read'"),
         ({"peers": ["nowhere"]}, "peers: 'nowhere'"),
         ({"peers": ["::1:5600"]}, r"\[::1\]:5600"),
         ({"lease_s": "long"}, r"^lease_s: 'long' \(expected float\)$"),

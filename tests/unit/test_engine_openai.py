@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.engine import openai
 from kvferry.engine.openai import BadRequest, ChatCompletion, Completion
-from kvferry.engine.replies import Prompt, Replies, Result, Usage
+from kvferry.engine.replies import Piece, Prompt, Replies, Result, Usage
 from kvferry.engine.request import Sampling
 from kvferry.engine.text import Builtin
 
@@ -228,6 +228,12 @@ def replies(body: Completion | ChatCompletion, **more: str) -> Replies:
 
 
 PROMPT = Prompt(token_ids=[300, 301], text=" ba")
+
+
+def piece(index: int, prompt: Prompt, text: str, token_ids: list[int], **more: Any) -> Piece:
+    return Piece(index=index, prompt=prompt, text=text, token_ids=token_ids, **more)
+
+
 RESULT = Result(prompt=PROMPT, text=" bu", token_ids=[304], finish_reason="length", stop_reason=None)
 USAGE = Usage(prompt_tokens=2, completion_tokens=1, cached_tokens=1)
 
@@ -284,7 +290,7 @@ def test_prompt_logprobs() -> None:
 def test_events_of_a_completion() -> None:
     made = replies(completion(stream=True))
     assert made.opening(0, PROMPT) == b""
-    assert facts_of(made.delta(0, PROMPT, ' "é\n', [304])[0]) == {
+    assert facts_of(made.delta(piece(0, PROMPT, ' "é\n', [304]))[0]) == {
         "id": "id",
         "object": "text_completion",
         "created": 1,
@@ -310,26 +316,26 @@ def test_events_of_a_chat() -> None:
     opening = facts_of(made.opening(1, PROMPT))
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert opening["prompt_token_ids"] == [300, 301]
-    (choice,) = facts_of(made.delta(1, PROMPT, " bu", [304])[0])["choices"]
+    (choice,) = facts_of(made.delta(piece(1, PROMPT, " bu", [304]))[0])["choices"]
     expected = {"index": 1, "delta": {"content": " bu"}, "logprobs": None, "finish_reason": None, "token_ids": [304]}
     assert choice == expected
-    (last,) = facts_of(made.delta(1, PROMPT, "", [], finish_reason="stop", stop_reason="x")[0])["choices"]
+    (last,) = facts_of(made.delta(piece(1, PROMPT, "", [], finish_reason="stop", stop_reason="x"))[0])["choices"]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "x")
     usage, done = made.closing(USAGE).split(b"data: [DONE]\n\n")
     assert done == b""
     assert facts_of(usage)["choices"] == []
-    assert facts_of(usage)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert facts_of(usage)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1, "created_cache_tokens": 0}
 
 
 def test_continuous_usage_and_the_first_event() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     made = replies(completion(stream=True, stream_options=options, return_token_ids=True, logprobs=1))
-    event, offset = made.delta(0, PROMPT, " bu", [304], first=True, made=1)
+    event, offset = made.delta(piece(0, PROMPT, " bu", [304], first=True, made=1))
     facts = facts_of(event)
     assert facts["usage"] == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
     assert facts["choices"][0]["prompt_token_ids"] == [300, 301]
     assert offset == len(BUILTIN.token_text(304))
-    later = facts_of(made.delta(0, PROMPT, " bu", [304], made=2, offset=offset)[0])
+    later = facts_of(made.delta(piece(0, PROMPT, " bu", [304], made=2, offset=offset))[0])
     assert later["choices"][0]["prompt_token_ids"] is None
     assert later["choices"][0]["logprobs"]["text_offset"] == [offset]
 
@@ -341,7 +347,7 @@ def test_the_short_cut_gives_the_same_bytes(body: Completion | ChatCompletion) -
     assert plain is not None
     for text in (" ba", 'é"\\\n\x01', ""):
         encoded = json.dumps(text, ensure_ascii=False).encode()
-        assert made.delta(3, PROMPT, text, [304])[0] == plain[0] + encoded + plain[1]
+        assert made.delta(piece(3, PROMPT, text, [304]))[0] == plain[0] + encoded + plain[1]
 
 
 def test_no_short_cut_where_more_than_the_text_changes() -> None:

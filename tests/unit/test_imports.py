@@ -32,7 +32,7 @@ def importers(package: str) -> set[str]:
 
 def test_only_the_connector_imports_vllm() -> None:
     # bench/baseline.py is a vLLM plugin that quiets upstream's connectors for a fair comparison.
-    others = {file for file in importers("vllm") if not file.startswith("connector/")}
+    others = {file for file in importers("vllm") if not file.startswith(("connector/", "render/"))}
     # bench/vllm_serve.py starts vLLM's load generator.
     assert others <= {"bench/baseline.py", "bench/vllm_serve.py"}
 
@@ -48,6 +48,31 @@ def test_protocol_is_pure(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & banned
     layers = {name for name in imports(path) if name.startswith("kvferry.")}
     assert all(name.startswith("kvferry.protocol") or name in ("kvferry.ids", "kvferry.errors") for name in layers)
+
+
+ROUTER = {
+    "http": set(),
+    "requests": set(),
+    "seen": set(),
+    "choice": {"requests"},
+    "engines": {"choice", "requests", "http"},
+    "dispatch": {"engines", "choice", "requests", "http", "seen"},
+    "render": {"dispatch", "engines", "choice", "requests", "http", "seen"},
+    "admin": {"dispatch", "engines", "http", "seen"},
+}
+"""Each package of the router -> those that it may import."""
+
+
+@pytest.mark.parametrize("package", ROUTER)
+def test_the_routers_packages_import_one_way(package: str) -> None:
+    assert set(ROUTER) == {path.parent.name for path in (SRC / "router").glob("*/__init__.py")}
+    wanted = {
+        name.split(".")[2]
+        for path in (SRC / "router" / package).glob("*.py")
+        for name in imports(path)
+        if name.startswith("kvferry.router.")
+    }
+    assert (wanted & set(ROUTER)) - {package} <= ROUTER[package]
 
 
 def test_the_command_line_is_light() -> None:

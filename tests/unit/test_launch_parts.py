@@ -213,6 +213,10 @@ def test_bars_of_a_pull_leave_no_gap_and_say_what_moved() -> None:
     assert len(lines) == len(story) - 1
     assert all("took 1.0" in line for line in lines)
     assert lines[-2].startswith("  D      posted ") and lines[-2].endswith(", moved 4.2 MB in 61 descriptors")
+    written = [line for line in story if line["event"] != "granted"]
+    written[-2] |= {"side": "prefill", "op": "WRITE"}
+    lines = bars(written, PULL_LABELS[:-2])
+    assert lines[-2].startswith("  P      posted ") and "granted" not in "".join(lines)
 
 
 def test_stories_of_several_transfers_from_several_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,19 @@ def test_abort_of_a_granted_source_waits_for_the_reads(p, ok):
     assert acts(p.fetched("d", 1, ok, 101.0)) == [Release("t", False, "abandoned", "router")] and gone(p)
 
 
+def test_a_pull_that_may_not_read_is_written_as_a_push_is(p):
+    p.expect("t", "pull", 1, 0.0)
+    p.ready("t", BLOCKS, 40, 0.0)
+    begin, write = acts(p.register("d", reg(mode="pull"), 0.0, reads=False))
+    assert begin == Send("d", Begin(reg_id=1, sealed=True)) and isinstance(write, StartWrite)
+    assert acts(p.abort("t", "abandoned", "router", 0.0)) == [] and p.being_read() == 0
+    assert acts(p.wrote("d", 1, 1.0, nbytes=1, descriptors=1)) == [
+        Send("d", failed(1, "abandoned", "router")),
+        Release("t", False, "abandoned", "router"),
+    ]
+    assert gone(p)
+
+
 def test_fetched_twice_is_answered_not_raised(p):
     p.expect("t", "pull", 1, 0.0)
     p.ready("t", BLOCKS, 40, 0.0)

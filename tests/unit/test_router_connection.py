@@ -10,8 +10,8 @@ import pytest
 import uvloop
 from multidict import CIMultiDict
 
-from kvferry.router import connection as module
-from kvferry.router.connection import BUFFER_BYTES, Broken, Connections, Response, Unreachable
+from kvferry.router.http import connection as module
+from kvferry.router.http.connection import BUFFER_BYTES, Broken, Connections, Response, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream; charset=utf-8\r\n"
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -255,18 +255,39 @@ async def test_piped_pieces_come_in_order_and_stop_where_the_sink_says() -> None
 
     async with served(whole) as (server, base, connections):
         response = await ask(connections, base)
-        got: list[bytes] = []
+        got: list[list[bytes]] = []
 
-        def sink(piece: bytes) -> bool:
-            got.append(piece)
+        def sink(read: list[bytes]) -> bool:
+            got.append(read)
             return len(got) % 3 != 0
 
         stops = 0
         while await response.pipe(sink):
             stops += 1
-        assert b"".join(got) == b"".join(pieces)
+        assert [piece for read in got for piece in read] == pieces, "each chunk is a piece, whatever came in one read"
         assert stops == len(got) // 3
         assert await (await ask(connections, base)).some()
+        assert server.opened == 1
+
+
+async def test_a_sink_that_wants_no_more_at_the_end_holds_up_nobody_else() -> None:
+    """The body's end came in the same read: the connection may be another request's by then."""
+    piped = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"Content-Length: 2\r\n\r\n")
+        await writer.drain()
+        await piped.wait()
+        writer.write(b"hi")
+
+    async with served(script) as (server, base, connections):
+        first = await ask(connections, base)
+        piping = asyncio.create_task(first.pipe(lambda read: False))
+        await asyncio.sleep(0)
+        piped.set()
+        assert await piping
+        async with asyncio.timeout(5):
+            assert await (await ask(connections, base)).read() == (b"hi", False)
         assert server.opened == 1
 
 
@@ -289,3 +310,37 @@ async def test_a_connection_that_is_taken_again_at_once_answers_both() -> None:
             return answers
 
         assert await asyncio.wait_for(asyncio.gather(*(often() for _ in range(20))), 20.0) == [40] * 20
+
+
+async def test_a_request_on_a_kept_connection_is_sent_before_it_is_waited_for() -> None:
+    async with served(writes(OK + b"Content-Length: 2\r\n\r\nhi")) as (server, base, connections):
+        await (await ask(connections, base)).read()
+        asking = connections.ask("POST", base, "/v1/completions", CIMultiDict(), b"second")
+        async with asyncio.timeout(5):
+            while len(server.requests) < 2:
+                await asyncio.sleep(0.01)
+        assert server.requests[1].endswith(b"second")
+        await asyncio.sleep(0.05)
+        assert await (await asking.answer()).read() == (b"hi", False)
+        asking.drop()
+        assert await (await ask(connections, base)).read() == (b"hi", False)
+        assert server.opened == 1, "dropping what was answered closes nothing"
+
+
+async def test_a_request_that_nobody_waits_for_ends_its_connection() -> None:
+    answer, silent = writes(OK + b"Content-Length: 2\r\n\r\nhi"), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if server.requests[-1].endswith(b"second"):
+            await silent.wait()
+        await answer(reader, writer)
+
+    async with served(script) as (server, base, connections):
+        await (await ask(connections, base)).read()
+        asking = connections.ask("POST", base, "/v1/completions", CIMultiDict(), b"second")
+        asking.drop()
+        silent.set()
+        async with asyncio.timeout(5):
+            await server.closed.wait()
+        assert await (await ask(connections, base)).read() == (b"hi", False)
+        assert server.opened == 2

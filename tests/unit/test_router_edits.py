@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router import usage
-from kvferry.router.edits import Edit, Edits
-from kvferry.router.fanin import Closing, Part
-from kvferry.router.sse import Watcher
+from kvferry.router.dispatch.fanin import Closing, Part
+from kvferry.router.http.sse import Watcher
+from kvferry.router.requests import usage
+from kvferry.router.requests.edits import Edit, Edits
 
 
 def event(**facts: Any) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.fanin import Closing, Part
+from kvferry.router.dispatch.fanin import Closing, Part
 
 
 def test_choices_are_numbered_behind_those_before() -> None:

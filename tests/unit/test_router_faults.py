@@ -14,7 +14,7 @@ from kvferry.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from kvferry.router.faults import AGAIN_STATUS, may_retry, to_avoid, verdict_on
+from kvferry.router.engines.faults import AGAIN_STATUS, may_retry, to_avoid, verdict_on
 from kvferry.router.replies import LegFailed
 
 PAIR = ("http://p", "http://d")

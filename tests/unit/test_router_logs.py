@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.router import logs
+from kvferry.router.seen import logs
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.router import merge, openai
-from kvferry.router.openai import CHAT, COMPLETIONS, Plan
 from kvferry.router.replies import Refusal
+from kvferry.router.requests import merge, openai
+from kvferry.router.requests.openai import CHAT, COMPLETIONS, Plan
 
 PARAMS = {"transfer_id": "T"}
 

@@ -9,12 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from kvferry.observe.histogram import FastHistogram
-from kvferry.router import told as told_module
-from kvferry.router.pace import Pace, tokens_told
-from kvferry.router.record import Event, Leg
-from kvferry.router.told import Told
-from kvferry.router.traceparent import TraceParent, parse
-from kvferry.router.tracing import periods
+from kvferry.router.requests.pace import Pace, tokens_told
+from kvferry.router.seen import told as told_module
+from kvferry.router.seen.record import Event, Leg
+from kvferry.router.seen.told import Told
+from kvferry.router.seen.traceparent import TraceParent, parse
+from kvferry.router.seen.tracing import periods
 
 BUCKETS = (0.01, 0.1, 1.0)
 VALUES = (0.0, 0.01, 0.0100001, 0.5, 1.0, 7.0)
@@ -51,6 +51,13 @@ def paced(times: list[float], chunks: list[bytes]) -> tuple[Pace, list[float]]:
     for chunk in chunks[1:]:
         pace.mark(chunk)
     return pace, gaps
+
+
+def test_chunks_of_one_read_come_at_one_time() -> None:
+    pace, gaps = paced([10.0], [b"data: a\n\n"])
+    pace._clock = iter([12.0]).__next__
+    pace.mark(b"data: b\n\n", b"data: c\n\n", b"data: [DONE]\n\n")
+    assert gaps == [2.0, 0.0] and pace.chunks == 3
 
 
 def test_gaps_between_chunks() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.router.ask import Ask
-from kvferry.router.cache import SentPrompts
-from kvferry.router.kv_events import BadEvents, CachedBlocks
-from kvferry.router.prompt import BLOCK_TOKENS, PART_TOKENS, Prompt
-from kvferry.router.rank import Rank
+from kvferry.router.choice.ask import Ask
+from kvferry.router.choice.cache import SentPrompts
+from kvferry.router.choice.kv_events import BadEvents, CachedBlocks
+from kvferry.router.choice.rank import Rank
+from kvferry.router.requests.prompt import BLOCK_TOKENS, PART_TOKENS, Prompt
 
 
 def ids(count: int, first: int = 0) -> list[int]:

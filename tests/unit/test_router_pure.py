@@ -8,13 +8,13 @@ import logging
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.router.ask import Ask
+from kvferry.router.choice.ask import Ask
+from kvferry.router.choice.policy import Snapshot, choose, eligible, known_models
 from kvferry.router.config import RouterConfig
-from kvferry.router.policy import Snapshot, choose, eligible, known_models
-from kvferry.router.pool import Pool, _defaulted
+from kvferry.router.engines.pool import Pool, _defaulted
+from kvferry.router.http.sse import Watcher
+from kvferry.router.http.upstream import Upstream
 from kvferry.router.spec import EngineSpec, parse_spec
-from kvferry.router.sse import Watcher
-from kvferry.router.upstream import Upstream
 
 # -- specs
 

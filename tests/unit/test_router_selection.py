@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.router.admission import RELAX, Gate, Overloaded, fits
-from kvferry.router.breaker import BreakerSettings
+from kvferry.router.choice.admission import RELAX, Gate, Overloaded, fits
+from kvferry.router.choice.cost import LEAST, Costs, Estimate, Line
+from kvferry.router.choice.disaggregate import EXPLORE, border, decide, parse_setting
+from kvferry.router.choice.load import Load, Share
+from kvferry.router.choice.sessions import MOST_LENGTH, Sessions, session_of
 from kvferry.router.config import Action, RouterConfig
-from kvferry.router.cost import LEAST, Costs, Estimate, Line
-from kvferry.router.disaggregate import EXPLORE, border, decide, parse_setting
-from kvferry.router.load import Load, Share
-from kvferry.router.sessions import MOST_LENGTH, Sessions, session_of
+from kvferry.router.engines.breaker import BreakerSettings
+from kvferry.router.engines.survey import Build, read
 from kvferry.router.spec import parse_spec
-from kvferry.router.survey import Build, read
 
 # -- sessions
 

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from kvferry.router import server as module
+from kvferry.router.http import server as module
+from kvferry.router.http.server import Request, Server
 from kvferry.router.replies import Refusal
-from kvferry.router.server import Request, Server
 
 LIMIT = 1000
 ROUTE = "/v1/completions"
@@ -280,7 +280,16 @@ async def test_empty_lines_before_a_request_of_another_route() -> None:
         assert (await client.answer())[2] == b"GET /health 0"
 
 
-@pytest.mark.parametrize("begun", [CHUNKED + b"1;", CHUNKED + b"1\r\nx\r\n0\r\nX: ", CHUNKED + b"1\r\nx\r\n0\r\n"])
+@pytest.mark.parametrize(
+    "begun",
+    [
+        CHUNKED[:-2] + b"X: ",
+        b"GET / HTTP/1.1\r\nX: ",
+        CHUNKED + b"1;",
+        CHUNKED + b"1\r\nx\r\n0\r\nX: ",
+        CHUNKED + b"1\r\nx\r\n0\r\n",
+    ],
+)
 async def test_what_no_body_comes_of_is_bounded(begun: bytes) -> None:
     async with running() as (house, server, port):
         client = await connect(port)

@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.listener import bind
-from kvferry.router.discovery import source_of
-from kvferry.router.tracing import tracing_to
+from kvferry.router.engines.discovery import source_of
+from kvferry.router.seen.tracing import tracing_to
 from kvferry.story import Story
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.observe.metrics import RouterMetrics
 from kvferry.observe.transfers import DEFINITIONS, Make, TransferMetrics
+from kvferry.router.render.metrics import RenderMetrics
 from kvferry.transfer.stats import Levels, TransferStats
 
 LABELS = ["model_name", "engine"]
@@ -100,8 +101,9 @@ def test_the_page_lists_the_metrics_that_there_are() -> None:
     of_engines = {
         one.name + ("_total" if one.kind == "counter" else ""): (one.kind, ",".join(one.labels)) for one in DEFINITIONS
     }
-    of_router = {}
-    for collector in RouterMetrics().registry._collector_to_names:
+    of_router, registry = {}, RouterMetrics().registry
+    RenderMetrics(registry)  # with `--render`
+    for collector in registry._collector_to_names:
         (family,) = collector.describe()
         total = "_total" if family.type == "counter" else ""
         of_router[family.name + total] = (family.type, ",".join(collector._labelnames))  # type: ignore[attr-defined]

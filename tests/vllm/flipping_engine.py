@@ -14,14 +14,14 @@ from kvferry.transfer.verify import Verifier
 _fault = Verifier.fault
 
 
-def fault(self: Verifier, peer: Peer, register: Register, message: Landed) -> tuple[str, str]:
+def fault(self: Verifier, peer: Peer, register: Register, message: Landed, read: bool) -> tuple[str, str]:
     if os.path.exists(os.environ["KVFERRY_TEST_FLIP"]) and register.end_token > register.start_token:
         planes = self._layout.planes
         plane = planes[len(planes) // 2]
         address = plane.base + register.block_ids[0] * plane.block_stride + 5
         cell = ctypes.c_ubyte.from_address(address)
         cell.value ^= 0x10
-    return _fault(self, peer, register, message)
+    return _fault(self, peer, register, message, read)
 
 
 Verifier.fault = fault  # type: ignore[method-assign]

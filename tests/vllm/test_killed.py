@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
-from vllm_tier import Legs, asking, at_baseline, deployed, key_of, landing_params, side_channel, source_params
+from vllm_tier import Legs, asking, at_baseline, deployed, key_of, landing_params, metric, side_channel, source_params
 
 from kvferry.ids import TransferId, new_transfer_id
 from kvferry.launch.deployment import Deployment, RunningEngine
-from kvferry.story import read_story
+from kvferry.story import read_lines, read_story
 from kvferry.transfer import inquiry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -43,11 +43,11 @@ def stopped(engine: RunningEngine) -> Iterator[None]:
                 process.resume()
 
 
-async def in_flight(legs: Legs, deployment: Deployment, transfer_id: TransferId) -> None:
-    """The decode engine, which is stopped, has registered; prefill has posted."""
+async def told(deployment: Deployment, transfer_id: TransferId, event: str) -> None:
+    """It has come to that."""
     async with asyncio.timeout(60):
         while not any(
-            line["event"] == "posted" for line in read_story(Path(deployment.spec.state_dir) / "story", transfer_id)
+            line["event"] == event for line in read_story(Path(deployment.spec.state_dir) / "story", transfer_id)
         ):
             await asyncio.sleep(0.05)
 
@@ -58,16 +58,24 @@ async def registered(legs: Legs, transfer_id: TransferId) -> None:
             await asyncio.sleep(0.02)
 
 
-async def kill_with_writes_in_flight(deployment: Deployment, who: str) -> None:
+async def kill_with_writes_in_flight(deployment: Deployment, mode: str, who: str) -> None:
+    """Push: decode registers and is stopped, prefill computes and writes. Pull: prefill is done, and is stopped until
+    decode has registered and is stopped."""
     transfer_id = new_transfer_id()
     async with asking() as session:
         legs = Legs(session, deployment)
-        params = landing_params(transfer_id, "push", legs.prefill)
-        landing = asyncio.create_task(legs.ask(legs.decode, PROMPT, 4, params))
-        await registered(legs, transfer_id)
-        with stopped(legs.decode):
-            source = asyncio.create_task(legs.ask(legs.prefill, PROMPT, 1, source_params(transfer_id, "push")))
-            await in_flight(legs, deployment, transfer_id)
+        source = asyncio.create_task(asyncio.sleep(0))
+        if mode == "pull":
+            assert (await legs.ask(legs.prefill, PROMPT, 1, source_params(transfer_id, mode))).status == 200
+        params = landing_params(transfer_id, mode, legs.prefill)
+        with ExitStack() as halted:
+            with stopped(legs.prefill) if mode == "pull" else nullcontext():
+                landing = asyncio.create_task(legs.ask(legs.decode, PROMPT, 4, params))
+                await (told(deployment, transfer_id, "registered") if mode == "pull" else registered(legs, transfer_id))
+                halted.enter_context(stopped(legs.decode))
+            if mode == "push":
+                source = asyncio.create_task(legs.ask(legs.prefill, PROMPT, 1, source_params(transfer_id, mode)))
+            await told(deployment, transfer_id, "posted")
             killed = time.monotonic()
             deployment.kill(who)
         if who == "prefill-0":
@@ -85,24 +93,34 @@ async def kill_with_writes_in_flight(deployment: Deployment, who: str) -> None:
         await asyncio.gather(source, return_exceptions=True)
 
 
-async def works(deployment: Deployment) -> None:
+async def works(deployment: Deployment, mode: str) -> None:
     async with asking() as session:
         legs = Legs(session, deployment)
         solo = await legs.ask(legs.prefill, PROMPT, 4)
-        _, first, second = await legs.transfer("push", PROMPT, 4)
+        _, first, second = await legs.transfer(mode, PROMPT, 4)
         assert (first.status, second.status) == (200, 200), (first.body, second.body)
         assert second.token_ids == solo.token_ids
         await at_baseline(legs, legs.prefill, 5.0)
         await at_baseline(legs, legs.decode, 5.0)
 
 
+async def pulls_were_written(deployment: Deployment) -> None:
+    async with asking() as session:
+        legs = Legs(session, deployment)
+        assert await metric(legs, legs.prefill, "kvferry:pulls_total") == 2.0
+    posts = [line for line in read_lines(Path(deployment.spec.state_dir) / "story") if line["event"] == "posted"]
+    assert posts and all((line["side"], line["op"]) == ("prefill", "WRITE") for line in posts)
+
+
 def test_each_engine_killed_with_writes_in_flight_and_started_again(tmp_path: Path) -> None:
-    """C50, C51: the one that lives is the same process before and after."""
+    """C50, C51: the one that lives is the same process before and after. In pull too, where over TCP prefill writes."""
     with deployed(tmp_path, **SPEC) as deployment:
-        for who, other in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
+        for mode, who in (("push", "prefill-0"), ("push", "decode-0"), ("pull", "decode-0")):
+            other = "decode-0" if who == "prefill-0" else "prefill-0"
             pid = deployment.engine(other).pid
-            asyncio.run(kill_with_writes_in_flight(deployment, who))
+            asyncio.run(kill_with_writes_in_flight(deployment, mode, who))
             deployment.restart(who)
-            asyncio.run(works(deployment))
+            asyncio.run(works(deployment, mode))
             assert deployment.engine(other).pid == pid
+        asyncio.run(pulls_were_written(deployment))
         assert not deployment.dead()

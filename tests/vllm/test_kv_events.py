@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from kvferry.launch.ports import Ports
-from kvferry.router.kv_events import CachedBlocks, listen
-from kvferry.router.prompt import Prompt
+from kvferry.router.choice.kv_events import CachedBlocks, listen
+from kvferry.router.requests.prompt import Prompt
 
 RANK = 1
 TOKENS = list(range(64))

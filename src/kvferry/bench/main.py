@@ -43,6 +43,11 @@ KINDS = {
         "kvferry.bench.router_command",
         "kvferry bench router --qps 200,400 --peer-command vllm-router --json out.json",
     ),
+    "render": Kind(
+        "the render tier beside vLLM's render server: long prompts to ids, long streams of ids to what clients read",
+        "kvferry.bench.render_command",
+        "kvferry bench render --output-tokens 1000,4000,16000 --parser tool --json render.json",
+    ),
     "soak": Kind(
         "engines under load while they are killed, stopped and cut off at random: every answer right, nothing left",
         "kvferry.bench.soak_command",

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from kvferry.bench.pinned import pinned
 from kvferry.bench.router_client import Client, Seen
 from kvferry.bench.stats import summary
 from kvferry.errors import ConfigError, LaunchError
@@ -74,7 +75,7 @@ def measure(job: Job, say: Callable[[str], None]) -> Measured:
     if len(cores) < 2:
         raise ConfigError("the router needs a core to itself: this process may use one", hint="two cores or more")
     measured = Measured()
-    with _pinned(cores[:-1]), ExitStack() as stack:
+    with pinned(cores[:-1]), ExitStack() as stack:
         short = stack.enter_context(_engines(job.chunks, job.step_ms))
         long = stack.enter_context(_engines(job.long_chunks, 1.0))
         asked = {name: stack.enter_context(_target(name, job, short, cores[-1])) for name in job.targets}
@@ -97,16 +98,6 @@ def measure(job: Job, say: Callable[[str], None]) -> Measured:
 
 def _turned(targets: Sequence[str], round_: int) -> Sequence[str]:
     return targets if round_ % 2 == 0 else targets[::-1]
-
-
-@contextmanager
-def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 class Engines(msgspec.Struct, frozen=True):

@@ -80,6 +80,18 @@ class Plan:
         return float(self.spec.extra_config["lease_s"])
 
 
+@dataclass(frozen=True)
+class House:
+    """What one soak runs on. `links`: prefill engine -> the link that its side channel is reached by. `urls`: of the
+    routers, by mode."""
+
+    deployment: Deployment
+    ports: Ports
+    links: dict[str, Link]
+    routers: list[ManagedProcess]
+    urls: dict[str, str]
+
+
 @dataclass
 class Soak:
     plan: Plan
@@ -104,7 +116,7 @@ class Soak:
             guard = Guard()
             routers, urls = self._routers(deployment, links, ports, guard)
             try:
-                facts = asyncio.run(self._over_links(deployment, links, routers, urls, ports))
+                facts = asyncio.run(self._over_links(House(deployment, ports, links, routers, urls)))
             finally:
                 end_trees([one.tree for one in routers if one.pid], grace=lambda: 3.0, reap=_reap(routers))
                 for router in routers:
@@ -136,42 +148,28 @@ class Soak:
             urls[mode] = f"http://{LOOPBACK}:{port}"
         return routers, urls
 
-    async def _over_links(
-        self,
-        deployment: Deployment,
-        links: dict[str, Link],
-        routers: list[ManagedProcess],
-        urls: dict[str, str],
-        ports: Ports,
-    ) -> dict[str, Any]:
+    async def _over_links(self, house: House) -> dict[str, Any]:
         try:
-            for link in links.values():
+            for link in house.links.values():
                 await link.up()
-            return await self._soak(deployment, links, routers, urls, ports)
+            return await self._soak(house)
         finally:
-            for link in links.values():
+            for link in house.links.values():
                 await link.close()
 
-    async def _soak(
-        self,
-        deployment: Deployment,
-        links: dict[str, Link],
-        routers: list[ManagedProcess],
-        urls: dict[str, str],
-        ports: Ports,
-    ) -> dict[str, Any]:
-        plan = self.plan
+    async def _soak(self, house: House) -> dict[str, Any]:
+        plan, deployment, routers, urls = self.plan, house.deployment, house.routers, house.urls
         for router in routers:
             router.start()
         names = {router.name: url for router, url in zip(routers, urls.values(), strict=True)}
         await asyncio.to_thread(
             wait_healthy, routers, names, timeout_s=60.0, report=self.say, cancel=self.cancel
         )  # they know the engines now
-        ports.release()
+        house.ports.release()
         watch = Watch([*routers, *(engine.process for engine in deployment.engines)])
         faults = plan.spec.engine == "sim"
         draw = random.Random(plan.seed)
-        troubles = Troubles(deployment, links, plan.pace, faults, draw, self.say)
+        troubles = Troubles(deployment, house.links, plan.pace, faults, draw, self.say)
         self._shm, self._troubles, self._urls = troubles.shm, troubles, urls
         model = deployment.model_name()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as session:
@@ -331,7 +329,7 @@ def _reap(processes: list[ManagedProcess]) -> Callable[[], object]:
     return lambda: [process.poll() for process in processes]
 
 
-def sim_spec(profile: str, state_dir: Path | str = "") -> DeploymentSpec:
+def sim_spec(profile: str, state_dir: Path) -> DeploymentSpec:
     """Two of each role; small pools, so that they are full now and then."""
     return DeploymentSpec(
         mode="push",
@@ -348,7 +346,7 @@ def sim_spec(profile: str, state_dir: Path | str = "") -> DeploymentSpec:
     )
 
 
-def vllm_spec(model: str, state_dir: Path | str = "") -> DeploymentSpec:
+def vllm_spec(model: str, state_dir: Path) -> DeploymentSpec:
     """One of each role. In float32 and without prefix caching: greedy tokens must not hang on rounding, and in bfloat16
     they change with the batch."""
     return DeploymentSpec(

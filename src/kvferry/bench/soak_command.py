@@ -10,6 +10,7 @@ from kvferry.bench.arguments import above_zero, words
 from kvferry.bench.environment import environment
 from kvferry.bench.points import check_writable
 from kvferry.bench.report import write_json
+from kvferry.bench.setup_arguments import drop, state_folder
 from kvferry.bench.soak import Plan, Soak, sim_spec, vllm_spec
 from kvferry.bench.soak_asks import of_sim, of_vllm
 from kvferry.bench.soak_trouble import Pace
@@ -36,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--state-dir",
         type=Path,
-        default="",
         metavar="DIR",
-        help="keep logs and stories there (default: a temporary one)",
+        help="keep logs and stories there (default: dropped after success)",
     )
     add("--json", type=Path, metavar="F", help="write the facts of the run")
 
@@ -53,21 +53,27 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     cancel = Cancel()
     cancel.catch_signals()
-    try:
-        facts = soak(args, cancel)
-    except Stopped:
-        say("stopped")
-        return 130
+    with state_folder(args.state_dir, "kvferry-soak-") as state:
+        try:
+            facts = soak(args, state, cancel)
+        except Stopped:
+            drop(args.state_dir, state)
+            say("stopped")
+            return 130
+        if facts["violations"]:
+            say(f"logs: {state}")
+        else:
+            drop(args.state_dir, state)
     if args.json:
         write_json(args.json, facts)
     print(text(facts), flush=True)
     return 1 if facts["violations"] else 0
 
 
-def soak(args: argparse.Namespace, cancel: Cancel) -> dict[str, Any]:
+def soak(args: argparse.Namespace, state: Path, cancel: Cancel) -> dict[str, Any]:
     """The facts of a run. Raises `LaunchError`, `ConfigError`, `Stopped`."""
     is_sim = args.engine == "sim"
-    spec = sim_spec(args.profile, args.state_dir) if is_sim else vllm_spec(args.model, args.state_dir)
+    spec = sim_spec(args.profile, state) if is_sim else vllm_spec(args.model, state)
     asks = of_sim(args.profile, args.seed) if is_sim else of_vllm(spec, args.seed, say, cancel)
     plan = Plan(
         spec,

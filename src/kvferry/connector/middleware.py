@@ -2,7 +2,7 @@
 
 Without it a request with unusable `kv_transfer_params` fails inside the engine, and its client learns no more than
 'Internal server error'. With it the client gets a 400 that names the field, and the engine never sees the request.
-Only requests that mention the field are parsed here.
+Only requests that mention the field are parsed here. It also tells a render tier the engine's settings (told.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from kvferry.connector.params import parse
+from kvferry.connector.told import Told
 from kvferry.errors import ConfigError
+from kvferry.render.settings import PATH as SETTINGS
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -24,8 +26,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class CheckTransferParams:
     def __init__(self, app: App) -> None:
         self.app = app
+        self.told = Told()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == SETTINGS:
+            return await reply(send, 200, await self.told.body(scope["app"].state))
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         messages: list[Message] = []
@@ -59,7 +64,10 @@ def check(body: bytes) -> ConfigError | None:
 
 async def refuse(send: Send, error: ConfigError) -> None:
     payload = {"message": str(error), "type": "BadRequestError", "param": "kv_transfer_params", "code": 400}
-    body = json.dumps({"error": payload}).encode()
+    await reply(send, 400, json.dumps({"error": payload}).encode())
+
+
+async def reply(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

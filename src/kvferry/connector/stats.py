@@ -56,6 +56,7 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
             for outcome, number in outcomes.items()
         }
         out |= {f"turned away: {reason}": number for reason, number in record.turned_away.items()}
+        out |= {f"pulls by {by}": number for by, number in record.pulls.items()}
         if record.failed_posts:
             out["Failed posts"] = record.failed_posts
         if record.nbytes:

@@ -236,6 +236,10 @@ class FaultyFabric:
         self.add_peer, self.remove_peer, self.progress = fabric.add_peer, fabric.remove_peer, fabric.progress
         self.renew, self.close = fabric.renew, fabric.close
 
+    @property
+    def touched(self) -> int:
+        return self._fabric.touched
+
     def post(
         self,
         op: Op,

@@ -56,7 +56,12 @@ class FolderTokenizer:
         if eos_id is None:
             raise ConfigError(f"tokenizer: {folder}/tokenizer_config.json has no eos_token of the vocabulary")
         self.eos_token_id: int = eos_id
-        self._template = _template(folder, settings)
+        self.template_source = _template_source(folder, settings)
+        self._template = _template(folder, self.template_source)
+
+    @property
+    def library(self) -> Library:
+        return self._library
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         # The library's `encode` of a single text keeps the interpreter to itself; this one lets other threads run.
@@ -68,6 +73,9 @@ class FolderTokenizer:
     def token_text(self, token_id: int) -> str:
         text = str(self._library.decode([token_id], skip_special_tokens=False))
         return "" if REPLACEMENT in text else text
+
+    def piece(self, token_id: int) -> str:
+        return str(self._library.id_to_token(token_id) or "")
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool = True) -> Detokenizer:
         return StreamDetokenizer(self._library, self._new_stream, prompt, skip_special)
@@ -114,14 +122,18 @@ class StreamDetokenizer:
             return self._stream.step(self._library, token_id) or ""
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> Template | None:
-    """The folder's default chat template, compiled; None if there is none."""
+def _template_source(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The folder's default chat template; None if there is none."""
     source = settings.get("chat_template")
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     file = folder / "chat_template.jinja"
     if source is None and file.is_file():
         source = file.read_text()
+    return source
+
+
+def _template(folder: Path, source: str | None) -> Template | None:
     if source is None:
         return None
     try:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.engine.openai import GENERATE, Ask, BadRequest, Completion, StreamOptions, ask_of, check_completion
-from kvferry.engine.replies import DONE, JSON, Prompt, Replies, Result, Usage, encode, event
+from kvferry.engine.replies import DONE, JSON, Piece, Prompt, Replies, Result, Usage, encode, event
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,27 +71,16 @@ class GenerateReplies(Replies):
     def plain(self, index: int, prompt: Prompt) -> tuple[bytes, bytes] | None:
         return None
 
-    def delta(
-        self,
-        index: int,
-        prompt: Prompt,
-        text: str,
-        token_ids: Sequence[int],
-        *,
-        first: bool = False,
-        made: int = 0,
-        offset: int = 0,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> tuple[bytes, int]:
+    def delta(self, piece: Piece) -> tuple[bytes, int]:
         facts: JSON = {"request_id": self._id, "usage": None, "output_mode": "text" if self.text else "tokens"}
-        if first and index == 0 and self.prompt_ids:
-            facts["prompt_token_ids"] = prompt.token_ids
+        if piece.first and piece.index == 0 and self.prompt_ids:
+            facts["prompt_token_ids"] = piece.prompt.token_ids
         if self.ask.continuous_usage:
-            usage = Usage(prompt_tokens=len(prompt.token_ids), completion_tokens=made, cached_tokens=0)
+            prompt_tokens = len(piece.prompt.token_ids)
+            usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=piece.made, cached_tokens=0)
             facts["usage"] = usage.brief() | {"prompt_tokens_details": None, "completion_tokens_details": None}
-        facts["choices"] = [self._one(index, text, token_ids, finish_reason, stop_reason)]
-        return event(facts), offset
+        facts["choices"] = [self._one(piece)]
+        return event(facts), piece.offset
 
     def closing(self, usage: Usage) -> bytes:
         if not self.ask.usage:
@@ -116,23 +105,19 @@ class GenerateReplies(Replies):
                 "kv_transfer_params": kv_transfer_params,
                 "ec_transfer_params": None,
                 "output_mode": "text" if self.text else "tokens",
-                "choices": [
-                    self._one(at, result.text, result.token_ids, result.finish_reason, result.stop_reason)
-                    for at, result in enumerate(results)
-                ],
+                "choices": [self._one(_of(at, result)) for at, result in enumerate(results)],
             }
         )
 
-    def _one(
-        self, index: int, text: str, token_ids: Sequence[int], finish_reason: str | None, stop_reason: int | str | None
-    ) -> JSON:
-        choice: JSON = {"index": index, "finish_reason": finish_reason, "stop_reason": stop_reason}
-        choice |= {"token_ids": list(token_ids), "routed_experts": None, "sampling_mask": None, "weight_versions": None}
+    def _one(self, piece: Piece) -> JSON:
+        choice: JSON = {"index": piece.index, "finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        choice |= {"token_ids": list(piece.token_ids), "routed_experts": None, "sampling_mask": None}
+        choice["weight_versions"] = None
         if self.text:
-            choice["text"] = text
+            choice["text"] = piece.text
         choice["logprobs"] = None
         if self.ask.logprobs is not None:
-            choice["logprobs"] = {"content": [self._of_id(token_id) for token_id in token_ids]}
+            choice["logprobs"] = {"content": [self._of_id(token_id) for token_id in piece.token_ids]}
         return choice
 
     def _of_id(self, token_id: int) -> JSON:
@@ -140,3 +125,15 @@ class GenerateReplies(Replies):
             return self._scored(self._name(token_id))
         facts: JSON = {"token_id": token_id, "logprob": 0.0, "rank": 1}
         return facts | {"top_logprobs": [facts] if self.ask.logprobs else []}
+
+
+def _of(index: int, result: Result) -> Piece:
+    """A choice that is told at once."""
+    return Piece(
+        index=index,
+        prompt=result.prompt,
+        text=result.text,
+        token_ids=result.token_ids,
+        finish_reason=result.finish_reason,
+        stop_reason=result.stop_reason,
+    )

@@ -16,7 +16,7 @@ from aiohttp.base_protocol import BaseProtocol
 
 from kvferry.engine.exposition import Metrics
 from kvferry.engine.openai import Ask
-from kvferry.engine.replies import DONE, Prompt, Replies, Result, Usage, encode, error_body, event
+from kvferry.engine.replies import DONE, Piece, Prompt, Replies, Result, Usage, encode, error_body, event
 from kvferry.engine.request import Output
 from kvferry.engine.stops import StopFinder
 from kvferry.engine.text import Tokenizer
@@ -133,17 +133,18 @@ class Choice:
     def event(self) -> bytes:
         """Everything of this choice that waits, as events."""
         opening = b"" if self.opened else self._parent.replies.opening(self._index, self.prompt)
-        data, self._offset = self._parent.replies.delta(
-            self._index,
-            self.prompt,
-            "".join(self._texts),
-            self._ids,
+        piece = Piece(
+            index=self._index,
+            prompt=self.prompt,
+            text="".join(self._texts),
+            token_ids=self._ids,
             first=not self.opened,
             made=self.made,
             offset=self._offset,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
+        data, self._offset = self._parent.replies.delta(piece)
         self.opened = True
         self._texts, self._ids, self.waiting = [], [], 0
         return opening + data
@@ -268,4 +269,6 @@ class Generation:
         return pieces
 
     def _send(self, data: bytes) -> None:
+        if not data:
+            return  # a chunk of nothing would end the answer
         self.write(b"%x\r\n%b\r\n" % (len(data), data) if self.framed else data)

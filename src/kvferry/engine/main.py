@@ -113,7 +113,7 @@ def configs_of(args: argparse.Namespace, profile: Profile, tokenizer: Tokenizer)
     server = ServerConfig(
         names=names,
         max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
+        vocab_size=max(tokenizer.vocab_size, engine.vocab_size),
         api_keys=tuple(args.api_key),
         faults=args.enable_faults,
         transfers=engine.kv_transfer is not None,

@@ -281,7 +281,7 @@ def ask_of(body: Completion | ChatCompletion) -> Ask:
         echo=bool(body.echo),
         only_prompt=bool(not chat and body.echo and body.max_tokens == 0),
         logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs is not None or (not chat and bool(body.echo) and logprobs is not None),
+        prompt_logprobs=body.prompt_logprobs is not None or (bool(body.echo) and (chat or logprobs is not None)),
         token_ids=bool(body.return_token_ids),
         names_as_ids=bool(body.return_tokens_as_token_ids),
         prompt_text=bool(isinstance(body, ChatCompletion) and body.return_prompt_text),

@@ -17,6 +17,7 @@ from kvferry.engine.text import Tokenizer
 
 JSON = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
+FINGERPRINT = "kvferry"
 _MARK = "\x00text\x00"
 
 encode = msgspec.json.Encoder().encode
@@ -28,6 +29,22 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What one event of a stream tells of one choice. `first`: it is the choice's first one. `made`: output tokens so
+    far. `offset`: of the text, where the logprobs begin. The reasons are there at the end."""
+
+    index: int
+    prompt: Prompt
+    text: str
+    token_ids: Sequence[int]
+    first: bool = False
+    made: int = 0
+    offset: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +64,10 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
 
+    def created(self, block: int) -> int | None:
+        """Prompt tokens that came into the prefix cache, in whole blocks of so many tokens; 0: nothing is cached."""
+        return max(0, self.prompt_tokens // block * block - self.cached_tokens) if block else 0
+
     def brief(self) -> JSON:
         total = self.prompt_tokens + self.completion_tokens
         return {
@@ -65,7 +86,10 @@ def event(facts: JSON | bytes) -> bytes:
 
 
 class Replies:
-    """What one request is answered with. `echoed`: a chat's last message, which the answer continues."""
+    """What one request is answered with. `echoed`: a chat's last message, which the answer continues. `block`: see
+    `Usage.created`."""
+
+    block = 0
 
     def __init__(
         self,
@@ -108,43 +132,37 @@ class Replies:
         echo = {"index": index, "delta": {"content": self._echoed}, "logprobs": None, "finish_reason": None}
         return event(facts) + event(self._chunk(echo, None))
 
-    def delta(
-        self,
-        index: int,
-        prompt: Prompt,
-        text: str,
-        token_ids: Sequence[int],
-        *,
-        first: bool = False,
-        made: int = 0,
-        offset: int = 0,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> tuple[bytes, int]:
-        """One event, and the text offset that the next one's logprobs start at. `made`: output tokens so far."""
-        shown = token_ids
-        prompt_ids = prompt.token_ids if first and (self.ask.token_ids or self.ask.echo) else None
-        if first and self.ask.echo and not self._chat:
+    def delta(self, piece: Piece) -> tuple[bytes, int]:
+        """One event, and the text offset that the next one's logprobs start at."""
+        prompt, text, shown = piece.prompt, piece.text, piece.token_ids
+        prompt_ids = prompt.token_ids if piece.first and (self.ask.token_ids or self.ask.echo) else None
+        if piece.first and self.ask.echo and not self._chat:
             text = self._prompt_text(prompt) + ("" if self.ask.only_prompt else text)
-            shown = [*prompt.token_ids, *(() if self.ask.only_prompt else token_ids)]
-        logprobs, offset = self._logprobs(shown, offset, unscored=len(shown) > len(token_ids))
-        ids = list(token_ids) if self.ask.token_ids else None
-        choice: JSON = {"index": index}
+            shown = [*prompt.token_ids, *(() if self.ask.only_prompt else shown)]
+        logprobs, offset = self._logprobs(shown, piece.offset, unscored=len(shown) > len(piece.token_ids))
+        ids = list(piece.token_ids) if self.ask.token_ids else None
+        choice: JSON = {"index": piece.index}
         choice |= {"delta": {"content": text}} if self._chat else {"text": text}
-        choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
-        if not self._chat or finish_reason is not None:
-            choice["stop_reason"] = stop_reason
+        choice |= {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+        if not self._chat or piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
         if not self._chat:
             choice["prompt_token_ids"] = prompt_ids
         choice["token_ids"] = ids
-        usage = Usage(prompt_tokens=len(prompt.token_ids), completion_tokens=made, cached_tokens=0)
-        return event(self._chunk(choice, usage)), offset
+        usage = Usage(prompt_tokens=len(prompt.token_ids), completion_tokens=piece.made, cached_tokens=0)
+        facts = self._chunk(choice, usage)
+        if self._chat and "usage" in facts:
+            facts["usage"]["completion_tokens_details"] = None
+        if piece.finish_reason is not None and not self.ask.usage:  # else the counts come last
+            facts["system_fingerprint"] = FINGERPRINT
+        return event(facts), offset
 
     def plain(self, index: int, prompt: Prompt) -> tuple[bytes, bytes] | None:
         """What stands before and after the text of an event in mid-stream; None where more than the text changes."""
         if self.ask.token_ids or self.ask.continuous_usage or self.ask.logprobs is not None:
             return None
-        head, tail = self.delta(index, prompt, _MARK, ())[0].split(encode(_MARK))
+        marked = Piece(index=index, prompt=prompt, text=_MARK, token_ids=())
+        head, tail = self.delta(marked)[0].split(encode(_MARK))
         return head, tail
 
     def closing(self, usage: Usage) -> bytes:
@@ -152,7 +170,11 @@ class Replies:
         if not self.ask.usage:
             return DONE
         facts = self._chunk(None, None)
-        facts["usage"] = usage.brief() | {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+        details: JSON = {"cached_tokens": usage.cached_tokens}
+        if self._chat:
+            details["created_cache_tokens"] = usage.created(self.block)
+        facts["usage"] = usage.brief() | {"prompt_tokens_details": details}
+        facts["system_fingerprint"] = FINGERPRINT
         return event(facts) + DONE
 
     def _chunk(self, choice: JSON | None, usage: Usage | None) -> JSON:
@@ -178,12 +200,12 @@ class Replies:
             "model": self._model,
             "choices": [self._choice(index, result) for index, result in enumerate(results)],
             "service_tier": None,
-            "system_fingerprint": None,
+            "system_fingerprint": FINGERPRINT,
             "usage": usage.brief()
             | {
                 "prompt_tokens_details": {
                     "cached_tokens": usage.cached_tokens,
-                    "created_cache_tokens": None,
+                    "created_cache_tokens": usage.created(self.block) if self._chat else None,
                     "multimodal_tokens": None,
                 },
                 "completion_tokens_details": None,

@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 
 from kvferry.engine.openai import BadRequest, ChatCompletion
-from kvferry.engine.replies import JSON, Prompt, Replies, Result, Usage, encode
+from kvferry.engine.replies import JSON, Piece, Prompt, Replies, Result, Usage, encode
 
 STORELESS = (
     "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
     "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
 )
+
+
+_TOOL = dict.fromkeys(("allowed_callers", "async", "defer_loading", "output_schema", "strict"))
 
 
 class Responses(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,50 +122,38 @@ class ResponsesReplies(Replies):
     def plain(self, index: int, prompt: Prompt) -> tuple[bytes, bytes] | None:
         return None
 
-    def delta(
-        self,
-        index: int,
-        prompt: Prompt,
-        text: str,
-        token_ids: Sequence[int],
-        *,
-        first: bool = False,
-        made: int = 0,
-        offset: int = 0,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> tuple[bytes, int]:
-        """`finish_reason` and the text so far are kept for the last events."""
+    def delta(self, piece: Piece) -> tuple[bytes, int]:
+        """The reasons and the text so far are kept for the last events."""
         before = self._result.text if self._result is not None else ""
         self._result = Result(
-            prompt=prompt,
-            text=before + text,
+            prompt=piece.prompt,
+            text=before + piece.text,
             token_ids=(),
-            finish_reason=finish_reason or "",
-            stop_reason=stop_reason,
+            finish_reason=piece.finish_reason or "",
+            stop_reason=piece.stop_reason,
         )
-        scores = self._scores_of(token_ids)
+        scores = self._scores_of(piece.token_ids)
         self._scores += scores
         event = self._event(
             "response.output_text.delta",
             output_index=0,
             content_index=0,
             item_id=self._item_id,
-            delta=text,
-            logprobs=scores,
+            delta=piece.text,
+            logprobs=[_brief(score) for score in scores],
         )
-        return (event if text else b""), offset
+        return (event if piece.text else b""), piece.offset
 
     def closing(self, usage: Usage) -> bytes:
         result = self._result
         assert result is not None
-        part = self._part(result.text, self._scores)
+        part = self._part(result.text, self._scores if self.ask.logprobs is not None else None)
         place: JSON = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
         item = self._item("completed", [part])
         status = "incomplete" if result.finish_reason == "length" else "completed"
         return b"".join(
             (
-                self._event("response.output_text.done", **place, text=result.text, logprobs=self._scores),
+                self._event("response.output_text.done", **place, text=result.text, logprobs=[]),
                 self._event("response.content_part.done", **place, part=part),
                 self._event("response.output_item.done", output_index=0, item=item),
                 self._event("response.completed", response=self._response(status, [item], usage)),
@@ -192,7 +183,7 @@ class ResponsesReplies(Replies):
 
     def _item(self, status: str, content: list[JSON]) -> JSON:
         item: JSON = {"id": self._item_id, "type": "message", "role": "assistant", "status": status}
-        return item | {"content": content}
+        return item | {"content": content, "phase": None}
 
     def _part(self, text: str, scores: list[JSON] | None) -> JSON:
         return {"annotations": [], "text": text, "type": "output_text", "logprobs": scores}
@@ -211,7 +202,7 @@ class ResponsesReplies(Replies):
             "parallel_tool_calls": body.parallel_tool_calls,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "tool_choice": body.tool_choice if body.tools else "none",
-            "tools": body.tools,
+            "tools": [_TOOL | tool if tool.get("type") == "function" else tool for tool in body.tools],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "background": body.background,
             "max_output_tokens": self.limit,
@@ -221,18 +212,33 @@ class ResponsesReplies(Replies):
             "text": body.text,
             "top_logprobs": self.ask.logprobs,
             "truncation": body.truncation,
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else _usage(usage, self.block),
             "user": body.user,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "max_tool_calls": None,
+            "prompt": None,
+            "reasoning": None,
+            "input_messages": None,
+            "output_messages": None,
             "kv_transfer_params": None,
+            "ec_transfer_params": None,
         }
 
 
-def _usage(usage: Usage) -> JSON:
+def _brief(score: JSON) -> JSON:
+    """As an event has it: without bytes."""
+    tops = [_brief(top) for top in score["top_logprobs"]] if "top_logprobs" in score else None
+    kept = {key: value for key, value in score.items() if key not in ("bytes", "top_logprobs")}
+    return kept if tops is None else kept | {"top_logprobs": tops}
+
+
+def _usage(usage: Usage, block: int) -> JSON:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": 0,
+            "cache_write_tokens": usage.created(block),
             "input_tokens_per_turn": [],
             "cached_tokens_per_turn": [],
         },

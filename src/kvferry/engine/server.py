@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Protocol
 
+import msgspec
 from aiohttp import HttpVersion11, web
 
 from kvferry.engine import openai
@@ -29,9 +30,11 @@ from kvferry.engine.openai import Abort, BadRequest, ChatCompletion, Completion,
 from kvferry.engine.replies import JSON, Prompt, Replies, encode, error_body
 from kvferry.engine.request import Output, Request
 from kvferry.engine.responses import Responses, ResponsesReplies, chat_of_responses
+from kvferry.engine.settings import settings_of
 from kvferry.engine.text import Chat, Tokenizer
 from kvferry.errors import ConfigError, EngineError, KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE
+from kvferry.render.settings import PATH as SETTINGS
 from kvferry.transfer.stats import TransferStats
 
 log = logging.getLogger("kvferry.engine")
@@ -154,6 +157,7 @@ class Server:
         reply_id = f"chatcmpl-{_request_id(request, body.request_id)}"
         role, echoed = openai.role_and_echo(body)
         replies = self._replies(body, reply_id, role, echoed)
+        replies.block = self._block
         return await self._answer(request, body, [Prompt(token_ids=ids, text=text)], replies, [reply_id])
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -185,7 +189,14 @@ class Server:
         replies = ResponsesReplies(ask, self._tokenizer, reply_id=reply_id, model=model, created=created)
         room = self.config.max_model_len - len(ids)
         replies.body, replies.limit = body, min(room, body.max_output_tokens or room)
+        replies.block = self._block
         return await self._answer(request, chat, [Prompt(token_ids=ids, text=text)], replies, [f"{reply_id}_0"])
+
+    @property
+    def _block(self) -> int:
+        """Tokens of a block of the prefix cache; 0: prompts aren't cached."""
+        cache = self.config.cache
+        return int(str(cache["block_size"])) if cache.get("enable_prefix_caching") else 0
 
     async def ping(self, request: web.Request) -> web.StreamResponse:
         return await self.health(request)
@@ -305,7 +316,7 @@ class Server:
             ids = await self._encode(body.prompt, body.add_special_tokens is not False)
         else:
             raise BadRequest("prompt: expected a text, or messages in its place", param="body.prompt")
-        texts = [self._tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+        texts = [self._tokenizer.piece(token_id) for token_id in ids] if body.return_token_strs else None
         facts = {"count": len(ids), "max_model_len": self.config.max_model_len, "tokens": ids, "token_strs": texts}
         return _reply(facts)
 
@@ -336,6 +347,11 @@ class Server:
             for name in self.config.names
         ]
         return _reply({"object": "list", "data": cards})
+
+    async def settings(self, request: web.Request) -> web.StreamResponse:
+        """For a render tier; a folder's vocabulary takes a moment to hash."""
+        told = await asyncio.to_thread(settings_of, self.config, self._tokenizer)
+        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=200 if self.engine.death is None else 503)
@@ -394,6 +410,7 @@ class Server:
         app.router.add_post("/abort_requests", self.abort)
         app.router.add_post("/inference/v1/abort_requests", self.abort_some)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get(SETTINGS, self.settings)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.exposition)
         app.router.add_get("/version", self.version)
@@ -403,7 +420,8 @@ class Server:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self.config.api_keys and request.path.startswith(GUARDED) and not self._allowed(request):
+        guarded = request.path.startswith(GUARDED) and request.path != SETTINGS
+        if self.config.api_keys and guarded and not self._allowed(request):
             return web.Response(status=401, body=b'{"error":"Unauthorized"}', content_type="application/json")
         try:
             return await handler(request)

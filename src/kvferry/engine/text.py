@@ -56,6 +56,9 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """Of one token alone; '' where it is but a part of a character."""
 
+    def piece(self, token_id: int) -> str:
+        """As the vocabulary spells it."""
+
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool = True) -> Detokenizer: ...
 
     def render(self, chat: Chat) -> str:
@@ -114,6 +117,9 @@ class Builtin:
     def token_text(self, token_id: int) -> str:
         text = self.texts[token_id]
         return "" if text == REPLACEMENT else text
+
+    def piece(self, token_id: int) -> str:
+        return self.token_text(token_id)
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer(self.texts)

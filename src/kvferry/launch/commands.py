@@ -17,6 +17,7 @@ from kvferry.launch import detach
 from kvferry.launch.cancel import Cancel, Stopped
 from kvferry.launch.deployment import Deployment
 from kvferry.launch.process import ManagedProcess, ProcessDied
+from kvferry.launch.router_arguments import check_router_arguments
 from kvferry.launch.spec import DEFAULT_PROFILE, ENGINE_ARG_HELP, ENGINES, MODES, DeploymentSpec, engine_args
 from kvferry.launch.state import ProcessState, State, StateDir, default_state_dir
 from kvferry.launch.tree import Tree, alive, end_trees, members
@@ -62,6 +63,7 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", type=int, metavar="N", help="prefill engines (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode or colocated engines (default: 1)")
+    parser.add_argument("--render", type=int, default=0, metavar="N", help="workers of a render tier (default: none)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="the router's port (default: 8000; 0: any)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of weights and KV (default: bfloat16)")
     parser.add_argument("--vllm-arg", action="append", default=[], metavar="ARG", help="argument for every engine")
@@ -69,6 +71,7 @@ def add_up_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-arg", action="append", default=[], metavar="ARG", help="for decode engines only")
     parser.add_argument("--engine-arg", action="append", default=[], metavar="NAME:ARG", help=ENGINE_ARG_HELP)
     parser.add_argument("--router-arg", action="append", default=[], metavar="ARG", help="argument for the router")
+    parser.add_argument("--render-arg", action="append", default=[], metavar="ARG", help="for the render tier only")
     parser.add_argument("--as-shipped", action="store_true", help="leave out the settings for engines on few CPU cores")
     parser.add_argument("--no-warm-up", action="store_true", help="ready without requests through the whole path")
     parser.add_argument(
@@ -96,6 +99,8 @@ def up(args: argparse.Namespace) -> int:
         decode_args=args.decode_arg,
         one_args=engine_args(args.engine_arg),
         router_args=args.router_arg,
+        render=args.render,
+        render_args=args.render_arg,
         tuned=not args.as_shipped,
         warm_up=not args.no_warm_up,
         debug_invariants=args.debug_invariants,
@@ -108,6 +113,7 @@ def up(args: argparse.Namespace) -> int:
             hint="drop --prefill; --decode sets how many engines there are",
         )
     if args.detach:
+        check_router_arguments(spec, mode)
         return detach.launch(StateDir(args.state_dir), sys.argv[1:], say)
     cancel = Cancel()
     cancel.catch_signals()

@@ -22,12 +22,15 @@ from typing import Self
 from kvferry.errors import ConfigError, EngineError, LaunchError
 from kvferry.launch import engine as engines
 from kvferry.launch import model as models
+from kvferry.launch import rendering
 from kvferry.launch.cancel import Cancel
 from kvferry.launch.engine import Engine
 from kvferry.launch.guard import Guard
 from kvferry.launch.ports import LOOPBACK, Ports
 from kvferry.launch.process import ManagedProcess
 from kvferry.launch.readiness import wait_healthy, warm_up
+from kvferry.launch.rendering import RENDER
+from kvferry.launch.router_arguments import check_router_arguments
 from kvferry.launch.routing import router_command
 from kvferry.launch.spec import DeploymentSpec, served_name
 from kvferry.launch.state import Phase, State, StateDir, process_state
@@ -64,12 +67,15 @@ class Deployment:
         self, spec: DeploymentSpec, *, report: Callable[[str], None] = lambda line: None, cancel: Cancel | None = None
     ) -> None:
         self.mode = spec.check()
+        check_router_arguments(spec, self.mode)
         self._own_state_dir = "" if spec.state_dir else tempfile.mkdtemp(prefix="kvferry-run-")
         self.state_dir = StateDir(Path(spec.state_dir or self._own_state_dir))
         self.spec = replace(spec, state_dir=self.state_dir.path)
         self.engines: list[RunningEngine] = []
         self.router: ManagedProcess | None = None
         self.router_url = ""
+        self.render: ManagedProcess | None = None
+        self.render_url = ""
         self.start_s: dict[str, float] = {}
         self._report = report
         self._cancel = cancel or Cancel()
@@ -121,8 +127,10 @@ class Deployment:
             env = engines.environment(self.spec, self.mode, plan, self._scratch)
             process = ManagedProcess(plan.name, argv, env, self.state_dir.logs / f"{plan.name}.log", self._guard)
             self.engines.append(RunningEngine(plan, process, self.state_dir.auth_key))
+        if self.spec.render:
+            self._make_render(model)
         if self.spec.router:
-            argv = router_command(self.spec, plans, self.mode, router_port, self.state_dir)
+            argv = router_command(self.spec, plans, self.mode, router_port, self.state_dir, self.render_url)
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.env}
             self.router = ManagedProcess(ROUTER, argv, env, self.state_dir.logs / "router.log", self._guard)
         for engine in self.engines:
@@ -130,7 +138,11 @@ class Deployment:
             self.started = True
             engine.process.start()
             self._write_state("starting")
-        self.wait_ready([engine.name for engine in self.engines])
+        if self.render:
+            self._cancel.check()
+            self.render.start()
+            self._write_state("starting")
+        self.wait_ready([engine.name for engine in self.engines] + ([RENDER] if self.render else []))
         if self.router:
             self.router.start()
             self._write_state("starting")
@@ -142,6 +154,20 @@ class Deployment:
         self._ports.release()
         self._write_state("ready")
         self._is_ready = True
+
+    def _make_render(self, model: Path) -> None:
+        """The tier's process, not yet started. It loads while the engines do."""
+        assert self._guard is not None
+        port = self._ports.free()
+        self.render_url = f"http://{LOOPBACK}:{port}"
+        longest = engines.default_max_model_len(self.spec)
+        if self.spec.engine == "sim":
+            from kvferry.engine.folder_tokenizer import folder_of
+
+            model = folder_of(rendering.sim_tokenizer(self.spec))
+        argv = rendering.render_command(self.spec, model, port, longest)
+        env = rendering.render_environment(self.spec, engines.QUIET_ENV, self._scratch)
+        self.render = ManagedProcess(RENDER, argv, env, self.state_dir.logs / "render.log", self._guard)
 
     def _plan(self) -> list[Engine]:
         plans = []
@@ -172,12 +198,16 @@ class Deployment:
             self._guard = None
         self._ports.release()
         self.state_dir.release()
-        self.engines, self.router = [], None
+        self.engines, self.router, self.render = [], None, None
 
     # -- while it runs ------------------------------------------------------------------------------------------
 
     def _processes(self) -> list[ManagedProcess]:
-        return [engine.process for engine in self.engines] + ([self.router] if self.router else [])
+        return [engine.process for engine in self.engines] + self.fronts()
+
+    def fronts(self) -> list[ManagedProcess]:
+        """What is no engine: render tier and router."""
+        return [process for process in (self.render, self.router) if process]
 
     def process(self, name: str) -> ManagedProcess:
         for process in self._processes():
@@ -215,7 +245,8 @@ class Deployment:
 
     def wait_ready(self, names: Sequence[str]) -> None:
         """Wait until all of these answer /health. ProcessDied as soon as any process ended."""
-        urls = {engine.name: engine.url for engine in self.engines} | {ROUTER: self.router_url}
+        urls = {engine.name: engine.url for engine in self.engines}
+        urls |= {ROUTER: self.router_url, RENDER: self.render_url}
         took = wait_healthy(
             self._processes(),
             {name: urls[name] for name in names},
@@ -240,6 +271,8 @@ class Deployment:
 
     def _write_state(self, phase: Phase) -> None:
         rows = [process_state(e.process, e.role, e.url, e.side_channel) for e in self.engines if e.pid]
+        if self.render and self.render.pid:
+            rows.append(process_state(self.render, RENDER, self.render_url))
         if self.router and self.router.pid:
             rows.append(process_state(self.router, ROUTER, self.router_url))
         self.state_dir.write(

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvferry.engine.profile import load as load_profile
+from kvferry.launch import rendering
 from kvferry.launch.ports import LOOPBACK
 from kvferry.launch.spec import DeploymentSpec, Mode, Role, served_name, tensor_parallel
 from kvferry.launch.state import StateDir
@@ -26,6 +28,7 @@ from kvferry.versions import package_version
 
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "kvferry.connector.middleware.CheckTransferParams"
+CPU_MAX_MODEL_LEN = 4096
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 # Everything on this machine, nothing asked of the network, nothing reported.
@@ -147,19 +150,27 @@ def command(spec: DeploymentSpec, mode: Mode, engine: Engine, model: Path, peers
         config = kv_transfer_config(spec, mode, engine, peers)
         if config is not None:
             line += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
+        line += rendering.engine_args(spec)
         return [*line, *(["--debug-invariants"] if spec.debug_invariants else []), *args]
     line = [*start, "--host", LOOPBACK, "--port", str(engine.port), "--model", str(model)]
     line += ["--served-model-name", served_name(spec.model_or_default, args), "--dtype", spec.dtype]
     if not gpus():
-        line += ["--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "8"]
+        line += ["--max-model-len", str(CPU_MAX_MODEL_LEN), "--enforce-eager", "--max-num-seqs", "8"]
         if spec.tuned and engine.tp == 1:
             line += ["--distributed-executor-backend", UNIPROC]
     config = kv_transfer_config(spec, mode, engine, peers)
     if config is not None:
         line += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
-    if mode.connector == "kvferry":
+    if mode.connector == "kvferry" or spec.render:
         line += ["--middleware", MIDDLEWARE]
-    return [*line, *args]
+    return [*line, *rendering.engine_args(spec), *args]
+
+
+def default_max_model_len(spec: DeploymentSpec) -> int | None:
+    """Of engines whose arguments name none; None: vLLM reads it from the model."""
+    if spec.engine == "sim":
+        return load_profile(spec.profile).limits.max_model_len
+    return None if gpus() else CPU_MAX_MODEL_LEN
 
 
 def environment(spec: DeploymentSpec, mode: Mode, engine: Engine, scratch: Path) -> dict[str, str]:

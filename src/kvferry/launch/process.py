@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvferry.errors import LaunchError
 from kvferry.launch.guard import Guard
-from kvferry.launch.tree import MARKER, Tree, alive, note_shm, start_time
+from kvferry.launch.tree import MARKER, Tree, alive, members, note_shm, start_time
 
 # The child waits for a line on its stdin, which comes once the watchdog knows it; if the launcher dies before that,
 # the child reads end-of-file and exits. Signal dispositions and the rest of the environment are left as they are.
@@ -46,6 +46,10 @@ class ManagedProcess:
     @property
     def pid(self) -> int:
         return self.tree.pid
+
+    def pids(self) -> list[int]:
+        """Of all its processes, itself first."""
+        return [process.pid for process in members([self.tree])]
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ class DeploymentSpec:
     the per-role ones over it. `kv_load_failure_policy`: vLLM's, what decode does when the KV does not come.
     `debug_invariants`: engines end if anything is left behind when nothing runs. `tuned` False starts engines as vLLM
     ships them. `port` 0: any free one. `bind`: the router's, of mode `stream`. `one_args`: engine's name -> further
-    arguments of that engine, the last ones.
+    arguments of that engine, the last ones. `render`: workers of a render tier; 0: engines render themselves.
     """
 
     mode: str = "push"
@@ -86,6 +86,8 @@ class DeploymentSpec:
     tuned: bool = True
     router: bool = True
     router_args: Sequence[str] = ()
+    render: int = 0
+    render_args: Sequence[str] = ()
     debug_invariants: bool = False
     warm_up: bool = True
     state_dir: str | os.PathLike[str] = ""
@@ -108,6 +110,8 @@ class DeploymentSpec:
         check_bind(self.bind, f"mode {mode.name!r}", mode.router_mode == "stream")
         if self.decode < 1:
             raise ConfigError(f"decode: {self.decode} engines, at least 1 is needed")
+        if self.render < 0:
+            raise ConfigError(f"render: {self.render} workers", hint="expected 0 or more; 0 starts no render tier")
         if self.port and not 0 < self.port < 65536:
             raise ConfigError(f"port: {self.port} is not a port", hint="1 to 65535, or 0 for any free one")
         for name in self.one_args:

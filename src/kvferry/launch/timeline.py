@@ -106,6 +106,8 @@ def bars(story: Sequence[dict[str, Any]], labels: Sequence[str] = LABELS, width:
     """
     times, steps = first_times(story), spans(story, labels)
     not_missed = _AT_TIMES | ({"posted"} if streamed(story) else _OF_STREAMS) | {step[0] for step in steps}
+    if any(line["event"] == "posted" and line.get("op") == "WRITE" for line in story):
+        not_missed.add("granted")
     missing = [label for label in labels if label not in not_missed]
     lines = []
     if steps:

@@ -51,6 +51,10 @@ class ServedMetrics:
             ("mode", "outcome", "reason"),
             registry=registry,
         )
+        first = Counter(
+            "kvferry_router_first_tokens", "Answers of pairs by who made their first token.", ("by",), registry=registry
+        )
+        self.first_tokens = {by: first.labels(by) for by in ("prefill", "decode")}
         self.handover = FastHistogram(
             "kvferry_router_pd_handover_seconds",
             "Prefill's reply to decode's first token.",

@@ -59,6 +59,12 @@ _TURNED_AWAY = Definition(
     "Connections and messages that the side channel did not take, by rank.",
     labels=("reason",),
 )
+_PULLS = Definition(
+    "kvferry:pulls",
+    "counter",
+    "Transfers of mode pull from this prefill engine, by rank and by who moved the bytes.",
+    labels=("by",),
+)
 _LEVELS = {
     "sources": Definition("kvferry:open_sources", "gauge", "Transfers that this prefill engine has open."),
     "landings": Definition("kvferry:open_landings", "gauge", "Transfers that this decode engine has open."),
@@ -72,7 +78,7 @@ _LEVELS = {
 }
 _EXPIRED_OUTCOME = "lease_lapsed"
 
-DEFINITIONS = (*_BY_FIELD.values(), _FAILED, _EXPIRED, _ENDED, _TURNED_AWAY, *_LEVELS.values())
+DEFINITIONS = (*_BY_FIELD.values(), _FAILED, _EXPIRED, _ENDED, _TURNED_AWAY, _PULLS, *_LEVELS.values())
 
 _JOINED: dict[str, Callable[[list[int]], int]] = {"posts": sum, "backlog_bytes": sum}
 """How the ranks' levels make the engine's. The others are of requests, which every rank has: the most of any."""
@@ -119,6 +125,8 @@ class TransferMetrics:
                 ended.labels(*self._values[engine], side, outcome).inc(number)
         for reason, number in record.turned_away.items():
             self._of_engine[_TURNED_AWAY.name][engine].labels(*self._values[engine], reason).inc(number)
+        for by, number in record.pulls.items():
+            self._of_engine[_PULLS.name][engine].labels(*self._values[engine], by).inc(number)
         if record.levels:
             ranks = self._levels[engine]
             ranks.update(record.levels)

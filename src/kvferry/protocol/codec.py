@@ -7,7 +7,7 @@ import msgspec
 from kvferry.protocol.messages import AnyMessage, Message
 
 MAGIC = b"KF"
-VERSION = 3
+VERSION = 4
 MAX_BYTES = 8 << 20
 """Of one message: a registration of a million blocks takes 5 MiB."""
 

@@ -27,8 +27,8 @@ class Leg(Enum):
     REGISTERED = auto()  # P knows the destination
     STREAMING = auto()  # stream: WRITEs are coming, and prefill still runs
     LANDING = auto()  # WRITEs are coming, and they are the last
-    READING = auto()  # pull: our READs are posted
-    CONFIRMING = auto()  # pull: read; P has yet to say that its blocks held still
+    READING = auto()  # pull by READ: our READs are posted
+    CONFIRMING = auto()  # read; P has yet to say that its blocks held still
     CANCELLING = auto()  # P has yet to say that no write can come
     DRAINING = auto()  # ended, but our READs have not
     SETTLING = auto()  # P is cut off or dead; what it had on the way may still arrive
@@ -406,6 +406,12 @@ class Landings:
         request = self._by_reg.get(reg_id)
         leg = self._landings[request].legs[reg_id] if request is not None else None
         return leg.register if leg is not None and leg.peer == peer and leg.state not in _OVER else None
+
+    def reads(self, reg_id: RegistrationId) -> bool:
+        """We have read it, or do: nobody wrote."""
+        request = self._by_reg.get(reg_id)
+        reading = (Leg.READING, Leg.CONFIRMING, Leg.DRAINING)
+        return request is not None and self._landings[request].legs[reg_id].state in reading
 
     def is_with(self, peer: PeerKey, reg_id: RegistrationId) -> bool:
         """False for a registration that was made with somebody else."""

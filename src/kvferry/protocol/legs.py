@@ -12,15 +12,15 @@ class Leg(Enum):
     HELD = auto()  # waits for the source
     STREAMING = auto()  # stream: prefill runs, chunks are written as they come
     WRITING = auto()  # all KV is computed; WRITEs are posted or about to be
-    GRANTED = auto()  # pull: D may read
-    REVOKED = auto()  # pull: D was told that it failed, but may read still
+    GRANTED = auto()  # pull by READ: D may read
+    REVOKED = auto()  # pull by READ: D was told that it failed, but may read still
     FENCING = auto()  # ended, but its WRITEs have not: the outcome waits for them
     ENDED = auto()
 
 
 @dataclass(frozen=True)
 class StartPush:
-    """The source is ready and this leg's WRITEs may go."""
+    """The source is ready and this leg's WRITEs may go: push, or pull where D can't read without our help."""
 
 
 @dataclass(frozen=True)

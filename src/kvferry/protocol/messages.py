@@ -14,6 +14,8 @@ import msgspec
 from kvferry.ids import EngineId, LifeId, RegistrationId, TransferId
 
 Mode = Literal["push", "pull", "stream"]
+PullBy = Literal["auto", "read", "write"]
+"""Who moves the bytes in mode pull: decode by READs, prefill by WRITEs, or as the path allows."""
 Verify = Literal["off", "sample", "full"]
 """How much of the KV is looked at on both sides (`digest.py`), ascending."""
 MOST_REASON = 4096  # characters; it is remembered
@@ -65,7 +67,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Greeting(Message, frozen=True):
     """Who speaks, how its KV lies, and what reaches its fabric. `scratch`: address of memory that the other side may
-    read and write to make the fabric connect. `silence_s`: how long it may hear nothing before it cuts the line."""
+    read and write to make the fabric connect. `silence_s`: how long it may hear nothing before it cuts the line.
+    `pull_by`: how it wants to pull, or be pulled from."""
 
     life: LifeId
     engine_id: EngineId
@@ -75,6 +78,7 @@ class Greeting(Message, frozen=True):
     agent: bytes
     scratch: Natural
     silence_s: Seconds
+    pull_by: PullBy
 
 
 class Hello(Greeting, frozen=True):
@@ -94,6 +98,18 @@ class Warm(Message, frozen=True):
     `echo`, D -> P: what came to D's agent with P's first access, so that agent and memory are D's own."""
 
     echo: Echo = b""
+
+
+class Look(Message, frozen=True):
+    """P -> D: read my scratch memory, while I keep my hands off my agent."""
+
+
+class Looked(Message, frozen=True):
+    """D -> P, answer to `Look`: its READ went through (`alone`). Or it has not in time, so that P must drive its agent
+    for it until the same comes again, `over`."""
+
+    alone: bool
+    over: bool
 
 
 class Refuse(Message, frozen=True):
@@ -143,14 +159,14 @@ class Cancel(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """D -> P, pull: D's READs have ended, well or not; P's blocks are not read any more."""
+    """D -> P, pull by READ: D's READs have ended, well or not; P's blocks are not read any more."""
 
     reg_id: RegistrationId
     ok: bool
 
 
 class Begin(Message, frozen=True):
-    """P -> D, push and stream: WRITEs are being posted from now on. `sealed`: prefill is done, no `Seal` follows."""
+    """P -> D, where P writes: WRITEs are being posted from now on. `sealed`: prefill is done, no `Seal` follows."""
 
     reg_id: RegistrationId
     sealed: bool
@@ -166,15 +182,15 @@ class Seal(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """P -> D, pull: read what you registered for from these blocks of mine, logical block 0 first. They stay until
-    `Fetched`, to which P answers `Landed` if they did stay, or `Failed`."""
+    """P -> D, pull by READ: read what you registered for from these blocks of mine, logical block 0 first. They stay
+    until `Fetched`, to which P answers `Landed` if they did stay, or `Failed`."""
 
     reg_id: RegistrationId
     block_ids: tuple[Natural, ...]
 
 
 class Landed(Message, frozen=True):
-    """P -> D: every WRITE of this registration has completed (push, stream), the READs counted (pull). `nbytes`: all
+    """P -> D: every WRITE of this registration has completed, or the READs counted (pull by READ). `nbytes`: all
     that was written; D knows what it must be. `digests`: of what P computed, 8 bytes each, as deep as `verify` says:
     the weaker of what both sides want."""
 
@@ -239,8 +255,8 @@ class Describe(Message, frozen=True):
 
 
 class Description(Message, frozen=True):
-    """Answer to `Describe`. The last two are of now, and of this rank: transfers that are open in either direction, and
-    bytes of streamed KV that are computed and registered for, but not posted."""
+    """Answer to `Describe`. Of now, and of this rank: `open_transfers` in either direction, and `backlog_bytes` of
+    streamed KV that are computed and registered for, but not posted."""
 
     engine_id: EngineId
     life: LifeId
@@ -252,6 +268,7 @@ class Description(Message, frozen=True):
     version: str
     open_transfers: Natural = 0
     backlog_bytes: Natural = 0
+    pull_by: PullBy = "auto"
 
 
 class Abandon(Message, frozen=True):
@@ -431,6 +448,8 @@ AnyMessage = (
     Hello
     | Welcome
     | Warm
+    | Look
+    | Looked
     | Refuse
     | Beat
     | Register

@@ -171,7 +171,9 @@ class Rendezvous:
         message: Register,
         now: float,
         pace: Pace = Pace(),  # noqa: B008 - immutable
+        reads: bool = True,
     ) -> list[Instruction]:
+        """`reads`: in mode pull D may read; else we write, as in push."""
         key = (peer, message.reg_id)
         transfer_id = message.transfer_id
         if key in self._by_leg:
@@ -189,7 +191,8 @@ class Rendezvous:
             self._deadlines.set(transfer_id, now + self.unseen_s)
         if key in source.past:
             return []  # re-sent, late
-        leg = source.legs[key] = SourceLeg(peer, message, Progress(message.start_token, message.end_token, pace))
+        progress = Progress(message.start_token, message.end_token, pace)
+        leg = source.legs[key] = SourceLeg(peer, message, progress, reads)
         self._credit[peer] = message.credit
         self._by_leg[key] = transfer_id
         source.legs_stated = max(source.legs_stated, message.legs)
@@ -357,9 +360,9 @@ class Rendezvous:
         if wanted.end_token > source.num_tokens:
             reason = f"decode side wants {wanted.end_token} tokens, prefill side has {source.num_tokens}"
             return self._apply(source, leg, SourceLost(), now, "prompt_mismatch", reason)
-        if wanted.mode == "pull":
+        if wanted.mode == "pull" and leg.reads:
             return self._apply(source, leg, StartPull(), now, "", "")
-        if wanted.mode == "push":
+        if wanted.mode != "stream":
             return self._apply(source, leg, StartPush(), now, "", "")
         return self._pump(source, leg, now)
 

@@ -27,6 +27,7 @@ class SourceLeg:
     peer: PeerKey
     register: Register
     progress: Progress
+    reads: bool = True  # pull: D does; else we write
     state: Leg = Leg.HELD
     flying: int = 0  # WRITEs in flight
     stale: bool = False  # those in flight are of an attempt that is no more

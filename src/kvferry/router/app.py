@@ -16,27 +16,31 @@ from aiohttp import web
 
 from kvferry.errors import KVFerryError
 from kvferry.observe.metrics import CONTENT_TYPE, RouterMetrics
-from kvferry.router import edits, openai, passage
-from kvferry.router.budget import RetryBudget
+from kvferry.router.admin.dashboard import Dashboard
+from kvferry.router.admin.guard import Guard
 from kvferry.router.config import RouterConfig
-from kvferry.router.dashboard import Dashboard
-from kvferry.router.dialect import dialect_of
-from kvferry.router.discovery import followers
-from kvferry.router.guard import Guard
-from kvferry.router.membership import Membership, show
-from kvferry.router.openai import Route
-from kvferry.router.pool import Pool
+from kvferry.router.dispatch import passage
+from kvferry.router.dispatch.selection import Selection
+from kvferry.router.dispatch.serve import CLIENT_LEFT, Generation
+from kvferry.router.engines.budget import RetryBudget
+from kvferry.router.engines.dialect import dialect_of
+from kvferry.router.engines.discovery import followers
+from kvferry.router.engines.membership import Membership, show
+from kvferry.router.engines.pool import Pool
+from kvferry.router.http.server import Request
+from kvferry.router.http.stream import Stream
+from kvferry.router.http.tls import engine_context
+from kvferry.router.http.upstream import Upstream
+from kvferry.router.render import passage as render_passage
+from kvferry.router.render.generation import Rendered
+from kvferry.router.render.start import tier_of
 from kvferry.router.replies import Refusal, error_response
-from kvferry.router.seen import Seen
-from kvferry.router.selection import Selection
-from kvferry.router.serve import CLIENT_LEFT, Generation
-from kvferry.router.server import Request
+from kvferry.router.requests import edits, openai
+from kvferry.router.requests.openai import Route
+from kvferry.router.seen.seen import Seen
+from kvferry.router.seen.told import Told
+from kvferry.router.seen.tracing import tracing_to
 from kvferry.router.services import Services
-from kvferry.router.stream import Stream
-from kvferry.router.tls import engine_context
-from kvferry.router.told import Told
-from kvferry.router.tracing import tracing_to
-from kvferry.router.upstream import Upstream
 from kvferry.story import Story
 
 log = logging.getLogger("kvferry.router")
@@ -87,6 +91,7 @@ class Router:
             metrics=metrics,
             seen=Seen(metrics, told, tracing_to(config.otlp_traces_endpoint)),
             retry_budget=RetryBudget(config.retry),
+            render=tier_of(config, upstream, metrics, pool),
             spawn=self._spawn,
         )
         self._mode = "colocated" if dialect is None else dialect.name
@@ -96,12 +101,17 @@ class Router:
 
     async def life(self, app: web.Application) -> AsyncIterator[None]:
         self.services.pool.start()
+        render = self.services.render
+        if render is not None:
+            render.start()
         following = [asyncio.create_task(one.follow(), name=f"discover {one.where}") for one in self._following]
         yield
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
         await self.services.pool.close()
+        if render is not None:
+            await render.close()
         if self._beside:
             _, late = await asyncio.wait(set(self._beside), timeout=SHUTDOWN_S)
             for task in late:
@@ -112,10 +122,11 @@ class Router:
             await self.services.seen.tracing.close()
         self.services.story.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
+        return task
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -156,7 +167,12 @@ class Router:
         if self._running >= self.services.config.max_requests:
             raise Refusal(429, "too_many_requests", f"{self._running} requests are in flight, which is the limit")
         begun, status = time.monotonic(), CLIENT_LEFT
-        generation = Generation(self.services, route, request)
+        render = self.services.render
+        generation = (
+            Rendered(self.services, render, route, request)
+            if render is not None and route != openai.GENERATE
+            else Generation(self.services, route, request)
+        )
         self._running += 1
         try:
             response = await generation.run()
@@ -183,17 +199,19 @@ class Router:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 when each role that this mode needs has a ready engine."""
-        pool = self.services.pool
-        missing = pool.missing()
+        pool, render = self.services.pool, self.services.render
+        missing = self.services.missing()
         engines = [
             {"url": engine.url, "role": engine.role, "ready": engine.takes, "reason": engine.why_not}
             for engine in pool.all()
         ]
         facts = {"status": "unready" if missing else "ready", "missing": missing, "engines": engines}
+        if render is not None:
+            facts["render"] = render.facts()
         return web.json_response(facts, status=503 if missing else 200)
 
     async def ping(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(status=503 if self.services.pool.missing() else 200)
+        return web.Response(status=503 if self.services.missing() else 200)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         metrics = self.services.metrics
@@ -203,6 +221,8 @@ class Router:
         for engine in engines:
             metrics.worker_health.labels(engine.role, engine.url).set(engine.ready)
         show(metrics, self.services.pool)
+        if self.services.render is not None:
+            self.services.render.show()
         gate = self.services.selection.gate
         metrics.flow_queue.set(gate.waiting if gate is not None else 0)
         metrics.load({(one.role, one.url): one.load for one in engines if one.load is not None})
@@ -215,6 +235,8 @@ class Router:
         if method == "POST" and path in openai.ROUTES:
             raise Refusal(400, "invalid_path", f"{request.raw_path[:100]!r}: write it as {path}")
         if method in allowed or (method == "OPTIONS" and allowed and path not in OWN):
+            if self.services.render is not None and path in render_passage.POST and method == "POST":
+                return await render_passage.one_worker(self.services, self.services.render, request)
             asks = passage.stored if passage.STORED.fullmatch(path) and path not in passage.POST else passage.one_engine
             return await asks(self.services, request)
         if allowed:

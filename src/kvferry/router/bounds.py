@@ -24,7 +24,9 @@ def check_bounds(config: RouterConfig) -> None:
         ("--drain-timeout", config.drain_timeout_s, 0, "seconds, 0 or more"),
         ("--ttft-slo", config.ttft_slo_ms, 0, "milliseconds, 0 (no objective) or more"),
         ("--slo-queue", config.slo_queue, 0, "0 or more"),
+        ("--session-ttl", config.session_ttl_s, 1, "seconds, 1 or more"),
         ("--prefix-tokens", config.prefix_tokens, 0, "0 (as the engine tells) or more"),
+        ("--render-timeout", config.render_timeout_s, 0.001, "seconds, above 0"),
     ):
         if not least <= value < math.inf:
             raise ConfigError(f"{option}: {value:g}", hint=f"expected {what}")

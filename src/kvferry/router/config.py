@@ -9,17 +9,35 @@ import msgspec
 from kvferry.auth import is_loopback
 from kvferry.errors import ConfigError
 from kvferry.router.bounds import check_bounds
-from kvferry.router.breaker import BreakerSettings
-from kvferry.router.budget import RetrySettings
-from kvferry.router.disaggregate import Setting
-from kvferry.router.outliers import OutlierSettings
-from kvferry.router.policy import Policy
+from kvferry.router.choice.disaggregate import Setting
+from kvferry.router.choice.policy import Policy
+from kvferry.router.engines.breaker import BreakerSettings
+from kvferry.router.engines.budget import RetrySettings
+from kvferry.router.engines.outliers import OutlierSettings
 from kvferry.router.spec import EngineSpec
 
 Connector = Literal["kvferry", "upstream-pull", "upstream-push", "none"]
 Mode = Literal["push", "pull", "stream", "colocated"]
 Action = Literal["queue", "shed", "colocate"]
+FirstToken = Literal["prefill", "decode"]
 MIB = 1024 * 1024
+
+
+IMPLIED: dict[Connector, Mode] = {"upstream-pull": "pull", "upstream-push": "push", "none": "colocated"}
+"""The one mode of each connector but ours."""
+
+
+def mode_of(connector: Connector, given: Mode | None) -> Mode:
+    """Raises `ConfigError` for a mode that the connector doesn't have."""
+    implied = IMPLIED.get(connector)
+    if implied is None:
+        return given or "push"
+    if given is not None and given != implied:
+        raise ConfigError(
+            f"--mode: {given!r} with connector {connector}, which is always {implied}",
+            hint="drop --mode, or use --connector kvferry",
+        )
+    return implied
 
 
 def bind_percent(bind: str) -> int:
@@ -40,6 +58,20 @@ def check_bind(bind: str, where: str, streams: bool) -> None:
     """Raises `ConfigError` if that can't be. `where`: the mode or connector, in words; `streams`: it is `stream`."""
     if bind_percent(bind) and not streams:
         raise ConfigError(f"--bind: {bind!r} with {where}", hint="only --mode stream can bind later than early")
+
+
+def check_first_token(config: RouterConfig) -> None:
+    """Raises `ConfigError` where D has its request before P has a token."""
+    pulls = config.connector == "kvferry" and config.mode == "pull"
+    if config.first_token == "prefill" and not pulls and not (config.streams and config.bind_percent):
+        ours = config.connector == "kvferry"
+        where = f"connector {config.connector}" if not ours else f"mode {config.mode}"
+        if ours and config.streams:
+            where += f" and --bind {config.bind}"
+        raise ConfigError(
+            f"--first-token: 'prefill' with {where}",
+            hint="decode must be asked after prefill: --mode pull, or --mode stream --bind late, of connector kvferry",
+        )
 
 
 def check_guarding(config: RouterConfig) -> None:
@@ -67,6 +99,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bind: str = "early"
     """When a decode engine is chosen in mode `stream`: 'early', with the prefill engine; 'late', when prefill is done;
     'at=PERCENT', when so much of the prompt is computed. KV that was computed before is written then."""
+    first_token: FirstToken = "decode"
+    """Who makes the first token of an answer. 'prefill': it goes out one transfer earlier where that changes nothing,
+    and from then on a failure of D is the client's; see `first_token.py`."""
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str = ""
@@ -134,6 +169,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One waits no longer: a client that has waited so long has mostly left."""
     session_ttl_s: float = 7200.0
     """A session that nobody used for so long is forgotten, and with it the engines that it was sent to."""
+    render: tuple[str, ...] = ()
+    """Addresses of render workers; () = engines render. See `render/`."""
+    render_fallback: Literal["error", "engines"] = "error"
+    """Where no worker can be used: 503, or engines render as if there were no tier."""
+    render_timeout_s: float = 30.0
+    """For one answer of a worker: rendering a prompt of a million tokens takes seconds, turning tokens into text
+    milliseconds. A worker that takes longer is lost."""
     prefix_tokens: int = 0
     """What one engine's prefix cache is taken to hold; 0 = as its metrics tell, else 400,000."""
 
@@ -176,6 +218,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         check_bounds(self)
         check_guarding(self)
         check_bind(self.bind, f"mode {self.mode!r}" if ours else f"connector {self.connector!r}", self.streams)
+        check_first_token(self)
         for settings in (self.retry, self.breaker, self.outliers):
             settings.check()
         if not self.decode and not self.discover:
@@ -189,7 +232,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError("colocated serving takes no prefill engine", hint="drop --prefill, or --mode push")
         for spec in self.prefill:
             self.check_prefill(spec)
-        urls = [spec.url for spec in (*self.prefill, *self.decode)]
+        urls = [spec.url for spec in (*self.prefill, *self.decode)] + list(self.render)
         for url in urls:
             if urls.count(url) > 1:
-                raise ConfigError(f"engine {url} is named twice")
+                what = "render worker" if url in self.render else "engine"
+                raise ConfigError(f"{what} {url} is named twice")
+        if self.render_fallback != "error" and not self.render:
+            hint = "--render URL, or drop --render-fallback"
+            raise ConfigError(f"--render-fallback {self.render_fallback} without --render", hint=hint)

@@ -16,20 +16,24 @@ import uvloop
 from kvferry.auth import KEY_HELP
 from kvferry.errors import ConfigError, unknown_name
 from kvferry.listener import bind, not_listening, runner, url_of
-from kvferry.router import logs
-from kvferry.router.admin import Admin
+from kvferry.router.admin.admin import LEAST_KEY, Admin
+from kvferry.router.admin.guard import Guard
+from kvferry.router.admin.guard_arguments import add_guarding, guarding_of
+from kvferry.router.admin.keys import Keys
 from kvferry.router.app import GENERATE, ROUTER, build_app
-from kvferry.router.breaker import BreakerSettings
-from kvferry.router.config import Connector, Mode, RouterConfig
-from kvferry.router.discovery import DISCOVER
-from kvferry.router.guard_arguments import add_guarding, guarding_of
-from kvferry.router.outliers import OutlierSettings
-from kvferry.router.pool import Pool
-from kvferry.router.selection import Selection
-from kvferry.router.selection_arguments import add_selection, selection_of
-from kvferry.router.server import Server
+from kvferry.router.choice.selection_arguments import add_selection, selection_of
+from kvferry.router.config import Connector, FirstToken, Mode, RouterConfig, mode_of
+from kvferry.router.dispatch.selection import Selection
+from kvferry.router.engines.breaker import BreakerSettings
+from kvferry.router.engines.discovery import DISCOVER, source_of
+from kvferry.router.engines.outliers import OutlierSettings
+from kvferry.router.engines.pool import Pool
+from kvferry.router.http.server import Server
+from kvferry.router.http.tls import engine_context, server_context
+from kvferry.router.render.arguments import add_rendering, rendering_of
+from kvferry.router.seen import logs
+from kvferry.router.seen.tracing import tracing_to
 from kvferry.router.spec import parse_spec
-from kvferry.router.tls import server_context
 
 SPEC = (
     "URL[,side_channel=HOST:PORT][,engine_id=ID][,tp=N][,dp=N][,topology=LABEL][,kv_events=HOST:PORT]; "
@@ -73,15 +77,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         type=_one_of("mode", get_args(Mode)),
         metavar=f"{{{','.join(get_args(Mode))}}}",
-        default=default["mode"],
         help="of connector kvferry: prefill writes the KV when it is done (push) or while it computes (stream), decode "
-        "reads it (pull), or one decode engine does all (colocated) (default: %(default)s)",
+        "reads it (pull), or one decode engine does all (colocated) (default: push; other connectors have one each)",
     )
     parser.add_argument(
         "--bind",
         default=default["bind"],
         metavar="WHEN",
         help="mode stream: choose the decode engine early, late (prefill is done) or at=PERCENT of it (default: early)",
+    )
+    parser.add_argument(
+        "--first-token",
+        type=_one_of("--first-token", get_args(FirstToken)),
+        metavar=f"{{{','.join(get_args(FirstToken))}}}",
+        default=default["first_token"],
+        help="mode pull, or stream bound late: send prefill's own first token at once where that changes no answer "
+        "(default: %(default)s)",
     )
     parser.add_argument("--auth-key-file", default="", metavar="F", help=KEY_HELP)
     parser.add_argument("--story-dir", default="", metavar="DIR", help="append each request's events to a file there")
@@ -94,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-local-prefill", action="store_true", help="with no prefill engine, let D compute")
     add_selection(parser)
+    add_rendering(parser)
     add_staying(parser)
     add_guarding(parser)
 
@@ -154,8 +166,9 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         prefill=tuple(parse_spec(text) for text in args.prefill),
         decode=tuple(parse_spec(text) for text in args.decode),
         connector=args.connector,
-        mode=args.mode,
+        mode=mode_of(args.connector, args.mode),
         bind=args.bind,
+        first_token=args.first_token,
         auth_key_file=args.auth_key_file,
         story_dir=args.story_dir,
         request_timeout_s=args.request_timeout,
@@ -169,9 +182,23 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         breaker=BreakerSettings(failures=args.breaker_failures, open_s=args.breaker_open),
         outliers=OutlierSettings(enabled=not args.no_outlier_ejection),
         **selection_of(args),
+        **rendering_of(args),
     )
     config.check()
     return config
+
+
+def check_files(config: RouterConfig) -> None:
+    """Of what can be told before a start: the files that it names, and where spans and engines come from. Raises
+    `ConfigError`."""
+    server_context(config)
+    engine_context(config)
+    Guard(config)
+    if config.admin_key_file:
+        Keys(config.admin_key_file, "--admin-key-file", least=LEAST_KEY)
+    tracing_to(config.otlp_traces_endpoint)
+    for text in config.discover:
+        source_of(text)
 
 
 def calm_collector() -> None:
@@ -205,6 +232,12 @@ class Running:
     @property
     def pool(self) -> Pool:
         return self._app[ROUTER].services.pool
+
+    async def until_rendering(self) -> None:
+        """Returns when a render worker is ready; at once if there is no tier."""
+        render = self._app[ROUTER].services.render
+        if render is not None:
+            await render.until_ready()
 
     @property
     def selection(self) -> Selection:

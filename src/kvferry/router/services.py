@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
 from kvferry.observe.metrics import RouterMetrics
-from kvferry.router.budget import RetryBudget
 from kvferry.router.config import RouterConfig
-from kvferry.router.dialect import Dialect
-from kvferry.router.membership import Membership
-from kvferry.router.pool import Pool
-from kvferry.router.seen import Seen
-from kvferry.router.selection import Selection
-from kvferry.router.upstream import Upstream
+from kvferry.router.dispatch.selection import Selection
+from kvferry.router.engines.budget import RetryBudget
+from kvferry.router.engines.dialect import Dialect
+from kvferry.router.engines.membership import Membership
+from kvferry.router.engines.pool import Pool
+from kvferry.router.http.upstream import Upstream
+from kvferry.router.render.tier import Tier
+from kvferry.router.seen.seen import Seen
 from kvferry.story import Story
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """`dialect` None: colocated. `spawn` runs a coroutine beside the request; shutdown waits for it."""
+    """`dialect` None: colocated. `spawn` runs a coroutine beside the request; shutdown waits for it. `render` None:
+    engines render."""
 
     config: RouterConfig
     dialect: Dialect | None
@@ -32,4 +35,11 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     metrics: RouterMetrics
     seen: Seen
     retry_budget: RetryBudget
-    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    render: Tier | None = None
+
+    def missing(self) -> list[str]:
+        """Roles without a ready engine, and `render` where only the tier may render, and is not there."""
+        needed = self.render is not None and not self.render.ready and self.config.render_fallback == "error"
+        return [*self.pool.missing(), *(["render"] if needed else [])]
+
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]

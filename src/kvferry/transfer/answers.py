@@ -50,6 +50,7 @@ class Answers:
                 version=__version__,
                 open_transfers=now.sources + now.landings,
                 backlog_bytes=now.backlog_bytes,
+                pull_by=self._config.pull_by_now,
             )
         return self._verdict(question.transfer_id)
 

@@ -34,6 +34,7 @@ ChannelKey = str
 _CUT_BYTES = 2 * MAX_BYTES  # ZMQ ends the connection of who sends more; what is between the two is refused in words
 _HANDSHAKE_MS = 5000  # a connection that has not proven itself by then goes
 _MOST_PER_POLL = 1000  # a flood of messages must not keep the owner from its deadlines
+_MOST_UNSENT = 10_000  # messages to one peer: 500 prompts under way to one that is stopped make some thousand
 _LOOK_AGAIN_S = 0.05  # ZMQ tells of a disconnect shortly before its own routing table knows
 
 
@@ -68,7 +69,8 @@ class Barred:
 @dataclass(frozen=True)
 class Uninvited:
     """Somebody was turned away here: 'wrong_key' (another or none), 'no_handshake' (ended or went silent before it had
-    said anything; a look whether the port is open does that too) or 'malformed'."""
+    said anything; a look whether the port is open does that too), 'malformed', or 'not_reading' (more was said to him
+    than he reads: he is lost, and what he is owed goes with his connection)."""
 
     reason: str
 
@@ -121,7 +123,8 @@ class ZmqChannel:
         self._router.linger = 0
         self._router.ipv6 = ":" in host
         self._router.router_mandatory = True
-        self._router.sndhwm, self._router.rcvhwm = 0, _MOST_PER_POLL  # who sends faster than we read has to wait
+        self._router.sndhwm = _MOST_UNSENT
+        self._router.rcvhwm = _MOST_PER_POLL  # who sends faster than we read has to wait
         self._router.maxmsgsize = _CUT_BYTES
         self._router.handshake_ivl = _HANDSHAKE_MS
         _keep_alive(self._router)
@@ -146,6 +149,7 @@ class ZmqChannel:
         self._up: set[ChannelKey] = set()
         self._answering: set[ChannelKey] = set()
         self._look_again = 0.0
+        self._not_reading = 0  # peers that were lost for it, and not told of yet
         self._poller = zmq.Poller()
         for source in (self._router, self._router_monitor, self._wake_fd):
             self._poller.register(source, zmq.POLLIN)
@@ -157,7 +161,7 @@ class ZmqChannel:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.ipv6 = ":" in host
-        socket.sndhwm, socket.rcvhwm = 0, _MOST_PER_POLL
+        socket.sndhwm, socket.rcvhwm = _MOST_UNSENT, _MOST_PER_POLL
         socket.maxmsgsize = _CUT_BYTES
         _keep_alive(socket)
         socket.reconnect_ivl = 50
@@ -187,7 +191,7 @@ class ZmqChannel:
             try:
                 self._dialled[key].send(data, zmq.DONTWAIT)
             except zmq.Again:
-                return False  # lost just now; `Down` follows
+                return False  # lost just now; or he does not read, which is the same to us
             return True
         identity = self._incoming.get(key)
         if identity is None:
@@ -197,6 +201,7 @@ class ZmqChannel:
         except zmq.ZMQError as error:
             if error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 del self._incoming[key]
+                self._not_reading += error.errno == zmq.EAGAIN
                 return False
             raise
         return True
@@ -224,7 +229,8 @@ class ZmqChannel:
             timeout_s = min(_LOOK_AGAIN_S, _LOOK_AGAIN_S if timeout_s is None else timeout_s)
         timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000 + 0.499))
         ready = dict(self._poller.poll(timeout_ms))
-        out: list[Event] = []
+        out: list[Event] = [Uninvited("not_reading")] * self._not_reading
+        self._not_reading = 0
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         if self._router in ready:

@@ -40,6 +40,7 @@ from kvferry.transfer.pacing import pace
 from kvferry.transfer.peers import Identity, Peer, Peers, Stage
 from kvferry.transfer.posts import LOST, Post, Posts
 from kvferry.transfer.prober import Prober
+from kvferry.transfer.pulls import Pulls
 from kvferry.transfer.quarantine import Quarantine
 from kvferry.transfer.scatter import Scatterer
 from kvferry.transfer.stats import Recorder
@@ -98,6 +99,7 @@ class TransferCore:
             silent=lambda key, reason: self._run(self._landings.silent(key, reason, self._clock())),
             reached=lambda agent: self._posts.reach(agent),
         )
+        self._pulls = Pulls(config, name, fabric, self._peers, areas.scratch, clock, lose=self._gone)
         self._openings = Openings(
             identity, config, layout, self._peers, clock, opened=self._opened, failed=self._not_opened
         )
@@ -175,6 +177,7 @@ class TransferCore:
             or self._landings.incoming()
             or self._rendezvous.being_read()
             or self._peers.busy()
+            or self._pulls.busy()
         )
 
     def pieces(self, nbytes: float, most: int) -> int:
@@ -312,6 +315,7 @@ class TransferCore:
         now = self._clock()
         lost = self._posts.drop(key)
         self._verifier.gone(key)
+        self._pulls.lost(key)
         self._scatterer.lost(key)
         text = self._peers.cut(peer, reason, keep_agent=self._posts.reach(peer.agent))
         for post in lost:
@@ -335,6 +339,7 @@ class TransferCore:
             self._peers.nothing_reaches(post.peer.agent)
 
     def _peer_up(self, key: str) -> None:
+        self._pulls.met(self._peers.by_key[key])
         self._run(self._landings.connected(key, self._clock()))
         self._openings.advance()
 
@@ -386,7 +391,8 @@ class TransferCore:
         elif isinstance(message, wire.Register):
             share, meter = self._posts.share_with("WRITE", peer), self._posts.meter
             how = pace(self.config, self._layout, peer.layout, share, meter)
-            self._run(self._rendezvous.register(key, message, now, how))
+            reads = message.mode == "pull" and self._pulls.reads(peer)
+            self._run(self._rendezvous.register(key, message, now, how, reads))
             self._verifier.foresee("WRITE", peer, message)
         elif isinstance(message, wire.Waiting):
             self._run(self._rendezvous.waiting(key, message.transfer_id, now))
@@ -406,6 +412,10 @@ class TransferCore:
             self._run(self._landings.failed(message.reg_id, message.code, message.reason, now, message.final))
         elif isinstance(message, wire.StageStep):
             self._stage(peer, message)
+        elif isinstance(message, wire.Look):
+            self._pulls.look(peer)
+        elif isinstance(message, wire.Looked):
+            self._pulls.looked(peer, message)
         elif isinstance(message, wire.Welcome):
             self._peers.welcome(peer, message)
         elif isinstance(message, wire.Warm):
@@ -425,8 +435,8 @@ class TransferCore:
 
     def _landed_by(self, peer: Peer, message: wire.Landed) -> None:
         """All WRITEs have completed, P says. If it is not what we registered for and P computed, it is no success."""
-        register = self._landings.register_of(message.reg_id, peer.key)
-        code, reason = self._verifier.fault(peer, register, message) if register is not None else ("", "")
+        register, read = self._landings.register_of(message.reg_id, peer.key), self._landings.reads(message.reg_id)
+        code, reason = self._verifier.fault(peer, register, message, read) if register is not None else ("", "")
         if code:
             return self._run(self._landings.failed(message.reg_id, code, reason, self._clock()))
         return self._run(self._landings.landed(message.reg_id, self._clock()))
@@ -470,6 +480,8 @@ class TransferCore:
 
     def _send(self, key: str, message: wire.Message) -> None:
         peer = self._peers.by_key.get(key)
+        if isinstance(message, wire.Grant):
+            self.stats.pulled("read")
         if self._peers.send(key, self._verifier.closing(key, message)) and peer is not None:
             self._verifier.said(peer, message, self._rendezvous.register_of)
 
@@ -485,6 +497,8 @@ class TransferCore:
             return self._gone(key, f"{op.lower()}_failed", str(error))
         if not posted:
             return self._ended(op, key, register.reg_id)
+        if register.mode == "pull" and op == "WRITE":
+            self.stats.pulled("write")
         if op == "WRITE":
             self._verifier.took(peer, register, source_block_ids, span)
         self._last_progress = self._driven_at = self._clock()
@@ -549,6 +563,7 @@ class TransferCore:
             return
         self._peers.noted(self._fabric.progress())
         self._peers.drive()
+        self._pulls.drive()
         self._scatterer.drive()
         for post, code, reason in self._posts.poll():
             if code == LOST:
@@ -568,7 +583,7 @@ class TransferCore:
             soon = _LOST_S if self._posts.only_lost() and not self._peers.busy() else 0.001
             return 0.0 if now - self._last_progress < _SPIN_S else soon
         waits = [w - now for w in (self._rendezvous.next_due(), self._landings.next_due()) if w is not None]
-        waits += [due - now for due in self._openings.due()]
+        waits += [due - now for due in [*self._openings.due(), *self._pulls.due()]]
         waits += self._peers.waits(now)
         if max_wait_s is not None:
             waits.append(max_wait_s)
@@ -581,4 +596,5 @@ class TransferCore:
         self._openings.tick(now)
         self._scatterer.tidy()
         self._peers.tick(now, self._wanted)
+        self._pulls.tick(now, at_rest=not self.busy())
         self._run(self._quarantine.relieve(now, self._gone))

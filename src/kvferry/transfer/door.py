@@ -14,6 +14,7 @@ most once per `_QUIET_S` and reason, and changes nothing. Owned by the transfer 
 | `wrong_side` | what only the other side of this connection may say |
 | `foreign` | about a registration that was made with somebody else |
 | `replayed` | a registration or a welcome that is here already |
+| `not_reading` | a peer that is owed more messages than one may be: it is taken for dead |
 | `bad_greeting` | a layout that no rank can have, an agent that is another's |
 | `unusable` | numbers that pass all this, and make no sense further in |
 """
@@ -35,6 +36,7 @@ log = logging.getLogger("kvferry.transfer")
 _QUIET_S = 10.0
 _UNINVITED = {
     "wrong_key": "a connection with another key, or with none",
+    "not_reading": "a peer that does not read what it is told",
     "no_handshake": "a connection that ended in the handshake, for want of a key or to see whether the port is open",
 }
 _OF_DECODE = wire.Register | wire.Waiting | wire.Cancel | wire.Fetched
@@ -98,6 +100,10 @@ class Door:
             return "" if peer.stage in (Stage.GREETING, Stage.WARMING) else "replayed"
         if isinstance(message, wire.Beat | wire.Refuse):
             return ""
+        if isinstance(message, wire.Look | wire.Looked):
+            if peer.stage not in (Stage.UP, Stage.SILENT):
+                return "not_greeted"
+            return "" if dialled == isinstance(message, wire.Look) else "wrong_side"
         if isinstance(message, wire.Warm | wire.StageStep | _OF_DECODE | _OF_PREFILL) and peer.greeting is None:
             return "not_greeted"
         if isinstance(message, wire.StageStep):

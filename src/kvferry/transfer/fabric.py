@@ -25,6 +25,10 @@ Addresses = NDArray[np.uint64]
 class Fabric(Protocol):
     """One agent of one rank."""
 
+    @property
+    def touched(self) -> int:
+        """How many calls so far may have let peers' accesses to our memory proceed, where the transport needs that."""
+
     def register(self, regions: list[tuple[int, int]], device: str) -> None:
         """Make `(address, bytes)` regions of `device` ('cpu' or 'cuda:N') accessible to peers. Once, at start.
 

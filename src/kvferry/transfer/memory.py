@@ -78,6 +78,7 @@ class MemoryFabric:
     def __init__(self, world: MemoryWorld, name: str) -> None:
         self.name = name
         self.frozen = False
+        self.touched = 0
         self.needs_driving = True
         self.regions: list[tuple[int, int]] = []
         self.peers: set[PeerName] = set()
@@ -115,6 +116,7 @@ class MemoryFabric:
         remote_device: str,
         note: bytes = b"",
     ) -> Handle:
+        self.touched += 1
         target = self._world.fabrics.get(peer)
         if peer not in self.peers or target is None:
             raise FabricError(f"{op} to {peer} could not be posted: not a peer")
@@ -131,6 +133,7 @@ class MemoryFabric:
         return handle
 
     def repost(self, handle: Handle) -> None:
+        self.touched += 1
         copy = self.handles[handle]  # type: ignore[index]
         if copy.error:
             raise FabricError(copy.error)
@@ -144,6 +147,7 @@ class MemoryFabric:
             copy.move()
 
     def check(self, handle: Handle) -> bool:
+        self.touched += 1
         copy = self.handles[handle]  # type: ignore[index]
         if copy.error:
             raise FabricError(copy.error)
@@ -158,6 +162,7 @@ class MemoryFabric:
             self._world.sweep()
 
     def progress(self) -> list[Note]:
+        self.touched += 1
         for copy in self._world.copies:
             if copy.target is self and not (copy.held or copy.error or self.frozen or copy.owner.frozen):
                 copy.move()

@@ -52,6 +52,7 @@ class NixlFabric:
         self._memory: list[tuple[list[tuple[int, int]], str]] = []
         self._device = "cpu"
         self._closed = False
+        self.touched = 0
         self._posted: dict[Handle, PeerName] = {}  # and not released
         self._agent = self._make_agent()
         self._agents = Agents(self._load_agent, self._remove_agent)
@@ -84,9 +85,11 @@ class NixlFabric:
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> PeerName:
+        self.touched += 1
         return self._agents.add(metadata)
 
     def remove_peer(self, peer: PeerName) -> None:
+        self.touched += 1
         self._agents.let_go(peer)
 
     def _load_agent(self, metadata: bytes) -> PeerName:
@@ -112,6 +115,7 @@ class NixlFabric:
         remote_device: str,
         note: bytes = b"",
     ) -> Handle:
+        self.touched += 1
         if self._agents.at_rest(peer):
             raise FabricError(f"NIXL {op} to {peer} could not be posted: not a peer")
         local_type, local_index = _seg(self._device)
@@ -138,6 +142,7 @@ class NixlFabric:
         return handle  # type: ignore[no-any-return]
 
     def repost(self, handle: Handle) -> None:
+        self.touched += 1
         try:
             state = self._agent.transfer(handle)
         except self._errors as error:
@@ -148,6 +153,7 @@ class NixlFabric:
             raise FabricError("NIXL transfer was refused when it was posted again")
 
     def check(self, handle: Handle) -> bool:
+        self.touched += 1
         try:
             state = self._agent.check_xfer_state(handle)
         except self._errors as error:
@@ -163,6 +169,7 @@ class NixlFabric:
             self._agents.failed(self._posted[handle])
 
     def release(self, handle: Handle) -> None:
+        self.touched += 1
         self._posted.pop(handle, None)
         try:
             self._agent.release_xfer_handle(handle)
@@ -170,6 +177,7 @@ class NixlFabric:
             return  # already gone with its peer
 
     def progress(self) -> list[Note]:
+        self.touched += 1
         try:
             came = self._agent.get_new_notifs()
         except self._errors as error:

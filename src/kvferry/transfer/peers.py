@@ -201,6 +201,7 @@ class Peers:
             "agent": self._metadata,
             "scratch": self._scratch,
             "silence_s": self._config.lease_s,
+            "pull_by": self._config.pull_by_now,
         }
 
     def greet(self, key: str) -> None:
@@ -327,8 +328,9 @@ class Peers:
     def noted(self, notes: Sequence[Note]) -> None:
         """What came with others' accesses to our memory."""
         for agent, note in notes:
-            peers = [one for one in self.by_key.values() if one.agent == agent and one.stage is Stage.WARMING]
-            for peer in [one for one in peers if one.address is not None]:
+            here = [one for one in self.by_key.values() if one.agent == agent and one.stage is Stage.WARMING]
+            peers = [one for one in here if one.address is not None]
+            for peer in peers:
                 peer.note, peer.warmed = note, False
                 self.check_warm(peer)
             if not peers:  # it may be quicker than the welcome

@@ -40,7 +40,8 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     entry per registration that was digested, seconds. `ended`: side -> outcome ('ok' or an error's code) -> transfers
     of this rank. One entry in `blocks` and `runs` per landing that takes KV: its blocks, and how many stretches of
     neighbours they make. `levels`: by rank, absent where unchanged. `turned_away`: reason -> connections and messages
-    that the side channel did not take (`transfer/door.py`).
+    that the side channel did not take (`transfer/door.py`). `pulls`: 'read' or 'write' -> registrations of mode pull
+    that P served, by who moved the bytes.
     """
 
     plan_s: list[float] = msgspec.field(default_factory=list)
@@ -55,12 +56,13 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     runs: list[int] = msgspec.field(default_factory=list)
     levels: dict[str, Levels] = msgspec.field(default_factory=dict)
     turned_away: dict[str, int] = msgspec.field(default_factory=dict)
+    pulls: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def eventless(self) -> bool:
         """Nothing happened; levels may have changed."""
-        happened = (self.nbytes, self.failed_posts, self.ended, self.blocks, self.turned_away, self.verify_s)
-        return not any(happened)
+        events = (self.nbytes, self.failed_posts, self.ended, self.blocks, self.turned_away, self.verify_s, self.pulls)
+        return not any(events)
 
     def count(self, side: Side, outcome: str, number: int = 1) -> None:
         outcomes = self.ended.setdefault(side, {})
@@ -83,6 +85,8 @@ class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.levels.update(later.levels)
         for reason, number in later.turned_away.items():
             self.turned_away[reason] = self.turned_away.get(reason, 0) + number
+        for by, number in later.pulls.items():
+            self.pulls[by] = self.pulls.get(by, 0) + number
 
 
 def block_runs(block_ids: Sequence[int]) -> int:
@@ -166,6 +170,12 @@ class Recorder:
         with self._lock:
             counts = self._open.turned_away
             counts[reason] = counts.get(reason, 0) + 1
+            self._news = True
+
+    def pulled(self, by: Literal["read", "write"]) -> None:
+        """A registration of mode pull is being served."""
+        with self._lock:
+            self._open.pulls[by] = self._open.pulls.get(by, 0) + 1
             self._news = True
 
     def level(self, levels: Levels) -> None:

@@ -1,8 +1,8 @@
 """Whether the KV that landed is the KV that was computed: who digests what, and when. The transfer core's owner thread.
 
-P digests what it writes (pull: what it lets D read) once the copies are posted, while they are under way, from the
-blocks that its engine computed and still keeps. The closing `Landed` carries the digests. D makes the same of its own
-blocks when `Landed` comes, before its engine hears that the KV is there; where they differ, the transfer has failed.
+P digests what it writes, or lets D read, once the copies are posted, while they are under way, from the blocks that its
+engine computed and still keeps. The closing `Landed` carries the digests. D makes the same of its own blocks when
+`Landed` comes, before its engine hears that the KV is there; where they differ, the transfer has failed.
 """
 
 from __future__ import annotations
@@ -129,13 +129,14 @@ class Verifier:
 
     # -- the decode side --------------------------------------------------------------------------------------------
 
-    def fault(self, peer: Peer, register: wire.Register, message: wire.Landed) -> tuple[str, str]:
-        """(code, reason) if what landed is not what was registered for, or not what P computed; else ('', '')."""
+    def fault(self, peer: Peer, register: wire.Register, message: wire.Landed, read: bool) -> tuple[str, str]:
+        """(code, reason) if what landed is not what was registered for, or not what P computed; else ('', ''). `read`:
+        we read it, so nobody counted what was written."""
         share = self._share_with("READ", peer)
         foreseen = self._foreseen.pop((peer.key, register.reg_id), None)
         if share is None:
             return "", ""
-        if register.mode != "pull":
+        if not read:
             wanted = total_bytes(peer.layout, self._layout, share, register.start_token, register.end_token)
             if message.nbytes != wanted:
                 return "wrong_size", f"{peer.name} wrote {message.nbytes} bytes, {wanted} were registered for"

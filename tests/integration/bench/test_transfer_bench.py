@@ -79,7 +79,7 @@ def assert_spread(told: dict[str, float], truth: list[float]) -> None:
     [
         ("--mode", "push", "--staging", "off"),
         ("--mode", "push", "--staging", "always"),
-        ("--mode", "pull"),
+        ("--mode", "pull", "--staging", "off"),
         ("--mode", "stream", "--chunks", "5", "--staging", "off"),
     ],
     ids=lambda more: " ".join(more[1::2]),

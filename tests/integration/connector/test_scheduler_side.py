@@ -14,6 +14,7 @@ from kvferry.connector.metadata import StepMetadata
 from kvferry.connector.scheduler_side import SchedulerSide
 from kvferry.errors import InvariantBroken
 from kvferry.ids import TransferId
+from kvferry.protocol.prompt import prompt_digest
 from kvferry.story import Story
 
 BLOCK = 16
@@ -258,6 +259,22 @@ class TestDecode:
             assert "takes no KV" in step(one).rejects[0].reason
         else:
             assert not step(one, {"r": 40}).readies
+
+
+@pytest.mark.parametrize("computed", [1, 15, 16, 17, 40])
+def test_decode_goes_on_from_prefills_token(computed: int) -> None:
+    """D has P's prompt and the token that P made: it takes the KV of all that P computed, and P knows it as its own."""
+    ids = [100 + at for at in range(computed)]
+    p, d = side("kv_producer"), side("kv_consumer")
+    asked = landing(num_prompt_tokens=computed + 1, prompt_token_ids=[*ids, 7])
+    p.on_new_request(source(num_prompt_tokens=computed, prompt_token_ids=ids))
+    d.on_new_request(asked)
+    (expect,) = step(p, {"r": computed}).expects
+    assert d.matched_tokens(asked, 0) == (computed, True)
+    d.allocated(asked, [1, 2, 3], computed)
+    (land,) = step(d).lands
+    assert (land.start_token, land.end_token) == (0, computed) and len(land.block_ids) == -(-computed // BLOCK)
+    assert expect.prompt is not None and land.prompt == expect.prompt.whole == prompt_digest(ids)
 
 
 def test_both_roles_in_one_engine() -> None:

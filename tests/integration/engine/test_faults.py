@@ -46,7 +46,7 @@ def test_delays_only_delay(tmp_path: Path) -> None:
 
 
 def test_slow_reads_slow_pull_only(tmp_path: Path) -> None:
-    with simulated(tmp_path, "pull", vllm_args=ARGS) as deployment:
+    with simulated(tmp_path, "pull", vllm_args=ARGS, extra_config={"pull_by": "read"}) as deployment:
         _, took = timed(deployment, "decode-0", kind="slow_link", op="WRITE", delay_s=0.6)
         assert took < 0.6
         got, took = timed(deployment, "decode-0", kind="slow_link", op="READ", delay_s=0.6)

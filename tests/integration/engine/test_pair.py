@@ -38,12 +38,13 @@ def test_two_thousand_random_requests_get_two_thousand_right_answers(mode: str, 
     ],
     ids=["tp2-tp1", "tp1-tp4-blocks32-16", "tp4-tp2-blocks16-64"],
 )
-@pytest.mark.parametrize("mode", ["push", "push, staged", "pull", "stream", "stream, staged"])
+@pytest.mark.parametrize("mode", ["push", "push, staged", "pull", "pull, staged", "stream", "stream, staged"])
 def test_unequal_engines(mode: str, prefill: tuple[str, ...], decode: tuple[str, ...], tmp_path: Path) -> None:
     asked = asks(60, seed=1)
     mode, _, staged = mode.partition(", ")
     chunks = ("--max-num-batched-tokens=100",) if mode == "stream" else ()
     extra = {**(EAGER if mode == "stream" else {}), **(STAGED if staged else {})}
+    extra |= {"pull_by": "write"} if mode == "pull" and staged else {}
     how = {"prefill_args": (*prefill, *chunks), "decode_args": decode, "extra_config": extra}
     with simulated(tmp_path, mode, **how) as deployment:
         got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -105,6 +106,24 @@ async def test_a_response_is_opened_before_there_is_a_token(front: Front) -> Non
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == " ba bi"
     assert events[-1]["response"]["usage"]["output_tokens"] == 2 and b"[DONE]" not in raw
+
+
+async def test_a_token_that_completes_no_character_does_not_end_a_response(front: Front) -> None:
+    """It has no event of its own; an empty chunk would be the end of the body."""
+    body = {"input": "hi", "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(front.url + RESPONSES, json=body) as response:
+        request = await front.engine.next()
+        raw = await response.content.readuntil(b"response.in_progress")
+        front.engine.say(request, " ba")
+        raw += await response.content.readuntil(b"output_text.delta")
+        for byte in "é".encode():
+            front.engine.say(request, ids=[byte])
+            await asyncio.sleep(0)
+        front.engine.say(request, " bi", "length")
+        raw += await response.read()
+    events = [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: ")]
+    assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == " baé bi"
+    assert events[-1]["type"] == "response.completed"
 
 
 @pytest.mark.parametrize(

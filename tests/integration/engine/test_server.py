@@ -470,6 +470,15 @@ async def test_an_api_key() -> None:
 # -- the other routes
 
 
+async def test_the_settings_are_open_to_a_render_tier() -> None:
+    async with serving(api_keys=("sesame",)) as front:
+        assert (await front.get("/v1/models"))[0] == 401
+        status, text = await front.get("/v1/sessions/settings")
+    told = json.loads(text)
+    assert (status, told["served_model_names"], told["max_model_len"]) == (200, ["toy", "other"], MAX_LEN)
+    assert len(told["tokenizer"]) == 16 and told["tool_call_parser"] is None
+
+
 async def test_models_and_version(front: Front) -> None:
     facts = json.loads((await front.get("/v1/models"))[1])
     assert [card["id"] for card in facts["data"]] == ["toy", "other"]

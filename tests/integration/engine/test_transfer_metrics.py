@@ -16,14 +16,21 @@ from kvferry.launch.deployment import Deployment
 from kvferry.story import read_lines
 
 NO_CACHE = ("--no-enable-prefix-caching",)
-POSTS = {"push": "prefill-0", "stream": "prefill-0", "pull": "decode-0", "pull-inline": "decode-0"}
+POSTS = {
+    "push": "prefill-0",
+    "stream": "prefill-0",
+    "pull": "decode-0",
+    "pull, written": "prefill-0",
+    "pull-inline": "decode-0",
+}
+CONFIG = {"stream": {"stream_chunk_bytes": 1}, "pull": {"pull_by": "read"}, "pull, written": {"pull_by": "write"}}
 
 
 def of(deployment: Deployment, name: str) -> dict[str, float]:
     """Sample -> value; of samples with labels of their own, name{label,...}."""
     found = {}
     for sample, labels, value in engine_metrics(deployment.engine(name).url):
-        own = [labels[key] for key in ("side", "outcome") if key in labels]
+        own = [labels[key] for key in ("side", "outcome", "by") if key in labels]
         found[sample + (f"{{{','.join(own)}}}" if own else "")] = value
     return found
 
@@ -45,8 +52,8 @@ def told(folder: Path, event: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("mode", POSTS)
 def test_counters_move_by_what_the_story_tells(mode: str, tmp_path: Path) -> None:
     asked = asks(60, seed=2)
-    chunks = {"extra_config": {"stream_chunk_bytes": 1}} if mode == "stream" else {}
-    with simulated(tmp_path, mode, vllm_args=NO_CACHE, warm_up=False, **chunks) as deployment:
+    config = {"extra_config": CONFIG[mode]} if mode in CONFIG else {}
+    with simulated(tmp_path, mode.split(",")[0], vllm_args=NO_CACHE, warm_up=False, **config) as deployment:
         got = asyncio.run(ask_all(deployment.router_url, deployment.model_name(), asked, at_once=8))
         assert [one.tokens for one in got] == [right(ask) for ask in asked]
         posts, allocated = told(tmp_path, "posted"), told(tmp_path, "allocated")
@@ -73,6 +80,9 @@ def test_counters_move_by_what_the_story_tells(mode: str, tmp_path: Path) -> Non
             "kvferry:blocks_per_landing_sum": sum(line["blocks"] for line in allocated),
             "kvferry:block_runs_sum": sum(line["runs"] for line in allocated),
         }
+        if mode.startswith("pull"):
+            by = "read" if POSTS[mode] == "decode-0" else "write"
+            of_p[f"kvferry:pulls_total{{{by}}}"] = float(len(posts))
         of_p |= moved if POSTS[mode] == "prefill-0" else nothing
         of_d |= moved if POSTS[mode] == "decode-0" else nothing
         assert settled(deployment, "prefill-0", of_p) == of_p

@@ -52,6 +52,7 @@ class Box:
         self.env = {
             "KVFERRY_ENGINE_COMMAND": FAKE,
             "KVFERRY_ROUTER_COMMAND": FAKE,
+            "KVFERRY_RENDER_COMMAND": FAKE,
             "KVFERRY_TEST_MARK": self.mark,
             "FAKE_SHM": self.mark,
             "TMPDIR": str(self.temporary),
@@ -141,6 +142,32 @@ def test_up_is_ready_serves_and_ends_on_ctrl_c(box: Box) -> None:
     out, err = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, out) == (0, "")
     assert err.splitlines()[-2:] == ["stopping", "stopped"]
+    box.assert_empty()
+
+
+def test_a_render_tier_is_one_more_process(box: Box) -> None:
+    process = box.up("--mode", "push", "--render", "2", FAKE_DELAY_S="0.3")
+    ready(process)
+    facts = json.loads(box.kvferry("status", "--json").communicate(timeout=WITHIN_S)[0])
+    rows = {row["name"]: row for row in facts["processes"]}
+    assert list(rows) == ["prefill-0", "decode-0", "render", "router"]
+    assert rows["render"]["healthy"] and rows["render"]["role"] == "render" and Path(rows["render"]["log"]).exists()
+    os.kill(rows["render"]["pid"], signal.SIGKILL)
+    assert process.stderr is not None
+    while "render was ended by SIGKILL while serving" not in process.stderr.readline():
+        pass
+    told = box.kvferry("status")
+    assert told.wait(WITHIN_S) == 1
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WITHIN_S)
+    box.assert_empty()
+
+
+def test_a_render_tier_that_cannot_start_is_named(box: Box) -> None:
+    process = box.up("--render", "1", FAKE_DIES="ValueError: no such parser", FAKE_DIES_WHEN="--workers")
+    _, err = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 1
+    assert "render ended with exit code 3 while starting: ValueError: no such parser" in err
     box.assert_empty()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import web
+from router_process import router
 from scripted import DONE, MODEL, Call, Engine, begin_stream, decode_ok, event
-from test_router_process import router
 
 MIB = 1024 * 1024
 IN_SOCKETS = 64 * MIB

@@ -19,6 +19,7 @@ from scripted import (
     Engine,
     Pair,
     after,
+    decode_ok,
     error_of,
     hang,
     prefill_ok,
@@ -27,6 +28,7 @@ from scripted import (
     slam,
 )
 
+from kvferry.router.choice.room import Room
 from kvferry.story import read_story
 
 LATER = ["late", "at=50"]
@@ -248,3 +250,62 @@ async def test_without_a_prefill_engine_there_is_nothing_to_wait_for() -> None:
         await until(pair, 0, True)
         status, _, _ = await pair.post(COMPLETIONS, {"model": MODEL, "prompt": "hi", "max_tokens": 4})
         assert status == 200 and "kv_transfer_params" not in pair.d.calls[0].body and pair.p.calls == []
+
+
+PAGE = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="False",num_gpu_blocks="%d"} 1.0\n'
+
+
+async def test_who_is_bound_late_waits_for_room_and_takes_what_is_free_first() -> None:
+    """Both decode engines hold one prompt of 40 tokens at a time; the one that is free again first gets the third."""
+    decodes = [Engine("decode"), Engine("decode")]
+    for engine in decodes:
+        engine.metrics = PAGE % 4
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    def held(gate: asyncio.Event) -> Any:
+        async def script(call: Call) -> web.StreamResponse:
+            await gate.wait()
+            return await decode_ok(call)
+
+        return script
+
+    async with serving(mode="stream", bind="late", decode=decodes) as pair:
+        for engine, gate in zip(decodes, gates, strict=True):
+            engine.script = held(gate)
+        prompts = [list(range(at, at + 40)) for at in (100, 200, 300)]
+        asked = []
+        for prompt in prompts:
+            asked.append(asyncio.create_task(pair.complete(prompt=prompt)))
+            await pair.p.call(len(asked) - 1)
+            await settled(pair)
+        assert sorted(len(engine.calls) for engine in decodes) == [1, 1], "the third has nowhere to go"
+        gates[1].set()
+        assert (await asked[2])[0] == 200 and len(decodes[1].calls) == 2
+        gates[0].set()
+        assert [(await one)[0] for one in asked] == [200, 200, 200]
+
+
+async def test_who_finds_no_room_goes_into_a_queue_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Room.wait, "__defaults__", (0.1,))
+    decode, gate = Engine("decode"), asyncio.Event()
+    decode.metrics = PAGE % 4
+    decode.script = after(gate, decode_ok)
+    async with serving(mode="stream", bind="late", decode=[decode]) as pair:
+        asked = [asyncio.create_task(pair.complete(prompt=list(range(at, at + 40)))) for at in (100, 200)]
+        await decode.call(1)
+        gate.set()
+        assert [(await one)[0] for one in asked] == [200, 200]
+
+
+async def test_the_deadline_passes_while_no_decode_engine_has_room() -> None:
+    """Nobody's fault: the prefill engine has done its part, and no decode engine was asked."""
+    decode, gate = Engine("decode"), asyncio.Event()
+    decode.metrics = PAGE % 4
+    decode.script = after(gate, decode_ok)
+    async with serving(mode="stream", bind="late", decode=[decode], request_timeout_s=0.6) as pair:
+        asked = [asyncio.create_task(pair.complete(prompt=list(range(at, at + 40)))) for at in (100, 200)]
+        results = await asyncio.gather(*asked)
+        errors = [error_of(raw) for status, _, raw in results if status == 504]
+        assert len(errors) == 2 and len(decode.calls) == 1
+        assert any("no decode engine had room" in error["message"] for error in errors)
+        assert pair.p.url and all(engine.standing.sample().bad == 0 for engine in pair.running.pool.engines["prefill"])

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from scripted import DONE, MODEL, Call, Engine, Pair, Script, begin_stream, decode_ok, event, prefill_ok, serving, slam
 
-from kvferry.router.breaker import BreakerSettings, State
-from kvferry.router.budget import RetrySettings
-from kvferry.router.outliers import OutlierSettings
+from kvferry.router.engines.breaker import BreakerSettings, State
+from kvferry.router.engines.budget import RetrySettings
+from kvferry.router.engines.outliers import OutlierSettings
 
 REQUESTS = 160
 AT_ONCE = 16

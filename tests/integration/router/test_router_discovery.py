@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from scripted import Engine, Pair, serving
+from scripted import Engine, Pair, serving, streams_on
 
 from kvferry.errors import ConfigError, KVFerryError, PeerUnreachable
-from kvferry.router import discover_file
-from kvferry.router.discover_dns import DnsSource
-from kvferry.router.discover_file import FileSource, read_engines
-from kvferry.router.discover_k8s import KubernetesSource, engines_of
-from kvferry.router.discovery import source_of
-from kvferry.router.found import SourceOptions
+from kvferry.router.engines import discover_file
+from kvferry.router.engines.discover_dns import DnsSource
+from kvferry.router.engines.discover_file import FileSource, read_engines
+from kvferry.router.engines.discover_k8s import KubernetesSource, engines_of
+from kvferry.router.engines.discovery import source_of
+from kvferry.router.engines.found import SourceOptions
 from kvferry.router.spec import parse_spec
 
 
@@ -52,7 +52,7 @@ async def test_a_file_is_followed(
 ) -> None:
     monkeypatch.setattr(discover_file, "POLL_S", 0.02)
     monkeypatch.setattr(FileSource.__init__, "__defaults__", (0.02,))
-    monkeypatch.setattr("kvferry.router.discovery.AGAIN_S", 0.02)
+    monkeypatch.setattr("kvferry.router.engines.discovery.AGAIN_S", 0.02)
     prefill, one, two = Engine("prefill"), Engine("decode"), Engine("decode")
     for engine in (prefill, one, two):
         await engine.start()
@@ -85,8 +85,6 @@ async def test_a_file_is_followed(
 
 
 async def test_who_is_gone_from_a_source_is_drained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_router_operations import streams_on
-
     monkeypatch.setattr(FileSource.__init__, "__defaults__", (0.02,))
     extra = Engine("decode")
     await extra.start()

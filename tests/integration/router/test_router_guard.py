@@ -11,15 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from router_process import router
 from scripted import CHAT, COMPLETIONS, DONE, MODEL, Call, Pair, after, decode_ok, error_of, event, serving
 from scripted import stream as stream_of
-from test_router_process import router
 
 from kvferry.errors import ConfigError
-from kvferry.router import openai
 from kvferry.router.app import ROUTER
 from kvferry.router.config import RouterConfig
 from kvferry.router.main import Running
+from kvferry.router.requests import openai
 from kvferry.router.spec import parse_spec
 
 BODY = {"model": MODEL, "prompt": "hi"}

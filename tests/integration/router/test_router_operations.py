@@ -17,16 +17,15 @@ from scripted import (
     Call,
     Engine,
     Pair,
-    begin_stream,
     decode_ok,
-    event,
     hang,
     prefill_ok,
     serving,
+    streams_on,
 )
 
+from kvferry.router.admin.operations import add_routes
 from kvferry.router.app import ROUTER
-from kvferry.router.operations import add_routes
 
 
 @contextlib.asynccontextmanager
@@ -60,25 +59,6 @@ class Admin:
 
 def spec_text(engine: Engine) -> str:
     return f"{engine.url},side_channel={engine.host}:{engine.side.port}"
-
-
-async def streams_on(pair: Pair, engine: Engine, count: int, gate: asyncio.Event) -> list[asyncio.Task[Any]]:
-    """So many streams that have begun there, and end when the gate opens."""
-
-    async def held(call: Call) -> web.StreamResponse:
-        response = await begin_stream(call)
-        await response.write(event("a"))
-        await gate.wait()
-        await response.write(event("b") + DONE)
-        return response
-
-    engine.script = held
-    seen = len(engine.calls)
-    asked = []
-    while len(engine.calls) < seen + count:
-        asked.append(asyncio.create_task(pair.complete(stream=True)))
-        await asyncio.sleep(0.02)
-    return asked
 
 
 async def until(holds: Any) -> None:

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
+from router_process import router
 from scripted import SOON, Engine, serving
 
 from kvferry.errors import ConfigError
 from kvferry.router import main
 from kvferry.router.config import RouterConfig
-
-SCRIPT = """
-import argparse, sys
-from kvferry.errors import KVFerryError
-from kvferry.router import main
-parser = argparse.ArgumentParser()
-main.add_arguments(parser)
-try:
-    sys.exit(main.run(parser.parse_args()))
-except KVFerryError as error:
-    sys.exit(f"kvferry: error: {error}")
-"""
 
 
 def has_v6() -> bool:
@@ -49,25 +34,6 @@ async def test_c65_ipv6_end_to_end() -> None:
         assert (await pair.complete(stream=True))[0] == 200
         params = pair.d.calls[0].params
         assert (params["remote_host"], params["remote_port"]) == ("::1", pair.p.side.port)
-
-
-@asynccontextmanager
-async def router(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SCRIPT,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -104,6 +70,14 @@ async def test_c66_a_taken_port_is_one_line_and_exit_1() -> None:
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--mode", "colocated"], "colocated"),
         (["--prefill", "http://a:1", "--decode", "http://a:1"], "twice"),
         (["--prefill", "http://a:1", "--decode", "http://b:1", "--connector", "upstream-push"], "engine_id"),
+        (
+            ["--prefill", "http://a:1", "--decode", "http://b:1", "--connector", "upstream-pull", "--mode", "stream"],
+            "--mode: 'stream' with connector upstream-pull, which is always pull",
+        ),
+        (["--decode", "http://b:1", "--connector", "none", "--mode", "push"], "which is always colocated"),
+        (["--prefill", "http://a:1", "--decode", "http://b:1", "--session-ttl", "0"], "--session-ttl: 0"),
+        (["--prefill", "http://a:1", "--decode", "http://b:1", "--session-ttl", "inf"], "--session-ttl: inf"),
+        (["--prefill", "http://a:1", "--decode", "http://b:1", "--first-token", "prefill"], "--first-token: 'prefill'"),
         (["--prefill", "::1:8100", "--decode", "http://b:1"], "[::1]:8100"),
     ],
 )
@@ -113,6 +87,30 @@ def test_settings_that_contradict_each_other(arguments: list[str], said: str) ->
     with pytest.raises(ConfigError) as caught:
         main.config_of(parser.parse_args(arguments))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [
+        (["--connector", "upstream-pull"], "pull"),
+        (["--connector", "upstream-pull", "--mode", "pull"], "pull"),
+        (["--connector", "upstream-push", "--mode", "push"], "push"),
+        ([], "push"),
+        (["--mode", "stream"], "stream"),
+    ],
+)
+def test_a_connector_of_one_mode_needs_none_named(arguments: list[str], mode: str) -> None:
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    engines = ["--prefill", "http://a:1,engine_id=E", "--decode", "http://b:1"]
+    assert main.config_of(parser.parse_args([*engines, *arguments])).mode == mode
+
+
+def test_a_session_lives_as_long_as_it_is_told() -> None:
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    line = ["--prefill", "http://a:1", "--decode", "http://b:1", "--session-ttl", "60"]
+    assert main.config_of(parser.parse_args(line)).session_ttl_s == 60
 
 
 def test_defaults_of_the_command_are_those_of_the_config() -> None:

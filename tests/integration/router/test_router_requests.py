@@ -1,4 +1,4 @@
-"""What each leg is told: rows C01, C02, C04-C07, C09-C12, C34, C35, C38, C67, and the upstream dialects."""
+"""What each leg is told: rows C01 to C04, C07 to C12, C34, C35, C37, C44, C67."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from scripted import (
     MODEL,
     Call,
     Engine,
-    Script,
     after,
-    begin_stream,
     decode_ok,
     error_of,
-    event,
     hang,
     prefill_ok,
     prefilled,
@@ -28,8 +25,7 @@ from scripted import (
     usage,
 )
 
-from kvferry.router import dispatch
-from kvferry.router.dialect import UPSTREAM_PREFILL
+from kvferry.router.dispatch import dispatch
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -113,191 +109,6 @@ async def test_c04_what_only_one_engine_remembers_is_refused_by_field(field: str
         status, _, raw = await pair.post(RESPONSES, {"model": MODEL, "input": "hi", field: value})
         assert status == 501 and error_of(raw)["param"] == field and field in error_of(raw)["message"]
         assert pair.p.calls == pair.d.calls == []
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["/v1/messages", "/v1/audio/speech", "/pause", "/v1/load_lora_adapter"])
-async def test_c04_other_routes_are_refused_by_name(route: str, stream: bool) -> None:
-    """C04, and no client steers an engine."""
-    async with serving() as pair:
-        status, _, raw = await pair.post(route, {"model": MODEL, "input": "hi", "stream": stream})
-        assert status == 501
-        assert route in error_of(raw)["message"]
-        assert pair.p.calls == pair.d.calls == []
-
-
-@pytest.mark.parametrize("route", ["/tokenize", "/detokenize", "/v1/embeddings", "/v1/chat/completions/render"])
-async def test_what_moves_no_kv_goes_to_one_engine_as_it_is(route: str) -> None:
-    async def answer(call: Call) -> web.StreamResponse:
-        return web.Response(status=418, body=call.raw[::-1], headers={"X-Mine": "1"}, content_type="text/plain")
-
-    async with serving() as pair:
-        pair.d.script = answer
-        raw = b'{"prompt" :  "a" , "model":"nope"}'
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer mine"}
-        async with pair.session.post(pair.url + route + "?q=1", data=raw, headers=headers) as response:
-            assert response.status == 418 and response.headers["X-Mine"] == "1"
-            assert await response.read() == raw[::-1]
-        assert pair.p.calls == [] and len(pair.d.calls) == 1
-        assert pair.d.calls[0].headers["Authorization"] == "Bearer mine"
-        assert pair.d.calls[0].request.path_qs == route + "?q=1"
-
-
-@pytest.mark.parametrize(
-    "sent", [b'{"kv_transfer_params":{"a":1},"k":1}', b'{"\\u006bv_transfer_params":{"a":1},"k":1}']
-)
-async def test_c67_nor_do_addresses_pass_with_what_moves_no_kv(sent: bytes) -> None:
-    """C67, however the name is spelt."""
-    kind = {"Content-Type": "application/json"}
-    async with serving() as pair, pair.session.post(pair.url + "/tokenize", data=sent, headers=kind):
-        assert pair.d.calls[0].body == {"k": 1}
-
-
-async def test_a_stored_response_is_looked_for_on_every_decode_engine() -> None:
-    async with serving(decode=[Engine("decode"), Engine("decode")]) as pair:
-        async with asyncio.timeout(5):
-            while not all(engine.ready for engine in pair.running.pool.all()):
-                await pair.running.pool.change()
-        pair.decodes[0].script = refuse(404, {"error": {"message": "no"}})
-        pair.decodes[1].script = refuse(409, {"error": {"message": "ended"}})
-        status, _, raw = await pair.post(f"{RESPONSES}/resp_1/cancel", {})
-        assert (status, json.loads(raw)) == (409, {"error": {"message": "ended"}})
-        pair.decodes[1].script = refuse(404, {"error": {"message": "no"}})
-        status, _, raw = await pair.post(f"{RESPONSES}/resp_1/cancel", {})
-        assert (status, json.loads(raw)) == (404, {"error": {"message": "no"}})
-        assert pair.p.calls == []
-
-
-async def test_ping_and_a_wrong_method() -> None:
-    async with serving() as pair:
-        for method in ("GET", "POST"):
-            async with pair.session.request(method, pair.url + "/ping") as response:
-                assert (response.status, await response.read()) == (200, b"")
-        async with pair.session.get(pair.url + COMPLETIONS) as response:
-            assert (response.status, response.headers["Allow"]) == (405, "POST")
-        async with pair.session.get(pair.url + "/nope") as response:
-            assert response.status == 404
-
-
-async def test_c05_n_is_for_decode_and_told_to_prefill_as_fan_out() -> None:
-    async with serving() as pair:
-        status, _, raw = await pair.post(CHAT, {"model": MODEL, "messages": MESSAGES, "n": 4, "seed": 7})
-        assert status == 200 and len(json.loads(raw)["choices"]) == 4
-        assert pair.p.calls[0].body["n"] == 1 and pair.p.calls[0].params["fan_out"] == 4
-        assert pair.d.calls[0].body["n"] == 4 and pair.d.calls[0].body["seed"] == 7
-
-
-@pytest.mark.parametrize("mode", ["push", "pull"])
-async def test_c06_several_prompts_are_several_transfers(mode: str) -> None:
-    async with serving(mode=mode) as pair:
-        status, headers, raw = await pair.complete(prompt=["alpha", "beta"], n=2)
-        assert status == 200
-        reply = json.loads(raw)
-        assert [choice["text"] for choice in reply["choices"]] == ['["alpha"]', '["alpha"]', '["beta"]', '["beta"]']
-        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-        assert reply["usage"] == {
-            "prompt_tokens": 6,
-            "completion_tokens": 8,
-            "total_tokens": 14,
-            "prompt_tokens_details": None,
-        }
-        ids = {call.params["transfer_id"] for call in pair.p.calls}
-        assert len(ids) == 2 and ids == {call.params["transfer_id"] for call in pair.d.calls}
-        assert set(headers["x-kvferry-transfer-id"].split(",")) == ids
-        for p, d in zip(pair.p.calls, pair.d.calls, strict=True):
-            same = next(c for c in pair.d.calls if c.params["transfer_id"] == p.params["transfer_id"])
-            assert same.body["prompt"] == p.body["prompt"]
-            assert d.headers["X-Request-Id"] == pair.p.calls[0].headers["X-Request-Id"]
-
-
-async def test_c06_one_failed_prompt_fails_the_request() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == ["beta"]:
-            return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
-        return await prefill_ok(call)
-
-    held = asyncio.Event()
-    async with serving() as pair:
-        pair.p.script, pair.d.script = script, after(held, decode_ok)
-        status, _, raw = await pair.complete(prompt=["alpha", "beta"])
-        assert (status, json.loads(raw)) == (400, {"error": {"message": "too long", "code": 400}})
-        for call in pair.d.calls:
-            async with asyncio.timeout(1):
-                await call.cancelled.wait()
-            await pair.p.side.abandon_of(call.params["transfer_id"])
-
-
-async def test_c06_several_prompts_in_one_stream() -> None:
-    """C06, streamed: one transfer per prompt, choices numbered on, one event with the sums, one end."""
-    async with serving() as pair:
-        sent = {"prompt": [[1, 2], [3], [4]], "stream": True, "stream_options": {"include_usage": True}}
-        status, headers, raw = await pair.complete(**sent)
-        assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
-        lines = raw.decode().split("\n\n")
-        assert lines[-2:] == ["data: [DONE]", ""] and lines.count("data: [DONE]") == 1
-        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-        texts: dict[int, str] = {}
-        for event in events[:-1]:
-            (choice,) = event["choices"]
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        assert texts == {0: "[[1, 2]]!", 1: "[[3]]!", 2: "[[4]]!"}
-        assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 6
-        ids = {call.params["transfer_id"] for call in pair.p.calls}
-        assert len(ids) == 3 == len(pair.d.calls) and set(headers["x-kvferry-transfer-id"].split(",")) == ids
-        status, _, _ = await pair.complete(prompt=[[1, 2]], stream=True)
-        assert status == 200 and pair.d.calls[3].body["prompt"] == [[1, 2]]
-
-
-async def test_c06_a_stream_of_several_prompts_begins_when_none_can_be_refused() -> None:
-    """C06, C20: one prompt has its first token, the other is refused: the client gets the status, not half a stream."""
-    said = {"error": {"message": "too long", "code": 400}}
-    spoke = asyncio.Event()
-
-    async def prefill(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == ["beta"]:
-            await spoke.wait()
-            return web.json_response(said, status=400)
-        return await prefill_ok(call)
-
-    async def decode(call: Call) -> web.StreamResponse:
-        if call.body["prompt"] == ["beta"]:
-            return await hang(call)
-        response = await begin_stream(call)
-        await response.write(event("a"))
-        spoke.set()
-        return await hang(call)
-
-    async with serving() as pair:
-        pair.p.script, pair.d.script = prefill, decode
-        status, _, raw = await pair.complete(prompt=["alpha", "beta"], stream=True)
-        assert (status, json.loads(raw)) == (400, said)
-        for call in pair.d.calls:
-            async with asyncio.timeout(1):
-                await call.cancelled.wait()
-
-
-async def test_c06_a_prompt_that_breaks_ends_the_stream_of_all() -> None:
-    """C06, C22: one error event, no `[DONE]`, and the other prompt's legs are cancelled."""
-    never = asyncio.Event()
-
-    async def decode(call: Call) -> web.StreamResponse:
-        response = await begin_stream(call)
-        await response.write(event(str(call.body["prompt"])))
-        if call.body["prompt"] == ["beta"]:
-            assert call.request.transport is not None
-            call.request.transport.abort()
-        await never.wait()
-        return response
-
-    async with serving() as pair:
-        pair.d.script = decode
-        status, _, raw = await pair.complete(prompt=["alpha", "beta"], stream=True)
-        last = raw.decode().split("\n\n")[-2]
-        assert status == 200 and b"[DONE]" not in raw
-        assert json.loads(last.removeprefix("data: "))["error"]["side"] == "decode"
-        alpha = next(call for call in pair.d.calls if call.body["prompt"] == ["alpha"])
-        async with asyncio.timeout(1):
-            await alpha.cancelled.wait()
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
@@ -567,142 +378,6 @@ async def test_c67_addresses_of_the_client_reach_no_engine(config: dict) -> None
         if pair.prefills:
             assert pair.d.calls[0].params["remote_host"] == "127.0.0.1"
             assert pair.d.calls[0].params["remote_port"] == pair.p.side.port
-
-
-async def test_c38_both_legs_start_at_once() -> None:
-    loop = asyncio.get_running_loop()
-
-    async def slow(call: Call) -> web.StreamResponse:
-        gate = asyncio.Event()
-        loop.call_later(0.5, gate.set)
-        return await after(gate, prefill_ok)(call)
-
-    async def slower(call: Call) -> web.StreamResponse:
-        gate = asyncio.Event()
-        loop.call_later(0.6, gate.set)
-        return await after(gate, decode_ok)(call)
-
-    async with serving() as pair:
-        pair.p.script, pair.d.script = slow, slower
-        begun = loop.time()
-        assert (await pair.complete(stream=True))[0] == 200
-        assert abs(pair.d.calls[0].at - pair.p.calls[0].at) < 0.05
-        assert 0.6 <= loop.time() - begun < 0.9  # the longer leg, not the sum
-
-
-async def test_pull_decodes_after_prefill() -> None:
-    gate = asyncio.Event()
-    async with serving(mode="pull") as pair:
-        pair.p.script = after(gate, prefill_ok)
-        task = asyncio.create_task(pair.complete())
-        call = await pair.p.call()
-        assert pair.d.calls == [] and call.params["mode"] == "pull"
-        gate.set()
-        assert (await task)[0] == 200
-        assert pair.d.calls[0].params == {
-            "transfer_id": call.params["transfer_id"],
-            "do_remote_prefill": True,
-            "mode": "pull",
-            "remote_host": "127.0.0.1",
-            "remote_port": pair.p.side.port,
-            "remote_engine_id": "prefill-engine",
-            "remote_tp_size": 1,
-        }
-
-
-async def test_upstream_pull_hands_on_what_prefill_returned() -> None:
-    given = {"do_remote_prefill": True, "remote_engine_id": "E", "remote_block_ids": [[1, 2]], "remote_request_id": "r"}
-
-    async def script(call: Call) -> web.StreamResponse:
-        return web.json_response({"choices": [], "kv_transfer_params": given})
-
-    async with serving(connector="upstream-pull") as pair:
-        pair.p.script = script
-        assert (await pair.complete())[0] == 200
-        assert pair.p.calls[0].params == UPSTREAM_PREFILL
-        assert pair.d.calls[0].params == given
-        status, _, raw = await pair.complete(n=2)
-        assert status == 501 and error_of(raw)["param"] == "n"
-
-
-async def test_upstream_push_gives_every_key_and_one_fresh_request_id() -> None:
-    async def script(call: Call) -> web.StreamResponse:
-        return web.json_response({"choices": [], "kv_transfer_params": {"remote_engine_id": "E"}})
-
-    async with serving(connector="upstream-push", spec={"engine_id": "E", "tp": 2}) as pair:
-        pair.p.script = script
-        names = ((COMPLETIONS, "cmpl-{}-0"), (CHAT, "chatcmpl-{}"), (GENERATE, "generate-tokens-{}"))
-        for route, external in names:
-            body = {"model": MODEL, "prompt": "hi", "messages": MESSAGES}
-            status, headers, _ = await pair.post(route, body, X_Request_Id="dup")
-            fresh = headers["x-kvferry-transfer-id"]
-            p, d = pair.p.calls[-1], pair.d.calls[-1]
-            assert status == 200 and p.headers["X-Request-Id"] == d.headers["X-Request-Id"] == fresh
-            assert p.params == UPSTREAM_PREFILL
-            assert d.params == {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_engine_id": "E",
-                "remote_request_id": external.format(fresh),
-                "remote_block_ids": [],
-                "remote_host": "127.0.0.1",
-                "remote_port": pair.p.side.port,
-                "tp_size": 2,
-                "dcp_size": 1,
-                "pp_size": 1,
-            }
-
-
-async def test_upstream_push_cannot_pair_responses() -> None:
-    """Their requests carry no id of ours."""
-    async with serving(connector="upstream-push", spec={"engine_id": "E"}) as pair:
-        status, _, raw = await pair.post(RESPONSES, {"model": MODEL, "input": "a"})
-        assert status == 501 and RESPONSES in error_of(raw)["message"]
-        assert pair.p.calls == pair.d.calls == []
-
-
-async def test_colocated_passes_the_body_through() -> None:
-    async with serving(mode="colocated", prefill=[]) as pair:
-        body = {"model": MODEL, "prompt": ["a", "b"], "echo": True, "logprobs": 1, "prompt_logprobs": 1, "n": 2}
-        assert (await pair.post(COMPLETIONS, body))[0] == 200
-        assert pair.d.calls[0].body == body
-
-
-def knows(*names: str) -> Script:
-    """An engine that refuses other models, as one does."""
-
-    async def script(call: Call) -> web.StreamResponse:
-        model = call.body["model"]
-        if model not in names:
-            said = {"error": {"message": f"The model `{model}` does not exist.", "type": "NotFoundError", "code": 404}}
-            return web.json_response(said, status=404)
-        return await (prefill_ok if call.params.get("do_remote_decode") else hang)(call)
-
-    return script
-
-
-async def test_models_and_an_unknown_one() -> None:
-    """The engine that doesn't know a model says so itself; nothing is computed by the other alone."""
-    prefill, decode = Engine("prefill"), Engine("decode")
-    prefill.models, decode.models = ["toy", "only-p"], ["toy", "only-d"]
-    async with serving(prefill=[prefill], decode=[decode]) as pair:
-        async with pair.session.get(pair.url + "/v1/models") as response:
-            assert [entry["id"] for entry in (await response.json())["data"]] == ["toy"]
-        prefill.script, decode.script = knows(*prefill.models), knows(*decode.models)
-        for number, name in enumerate(("only-p", "only-d", "typo")):
-            status, _, raw = await pair.complete(model=name)
-            assert status == 404 and json.loads(raw)["error"]["message"] == f"The model `{name}` does not exist."
-            for call in (pair.p.calls[number], pair.d.calls[number]):
-                async with asyncio.timeout(1):
-                    await call.ended.wait()
-
-
-async def test_a_model_that_was_loaded_since_the_engines_were_asked() -> None:
-    """An adapter that no list has yet: the engines know."""
-    async with serving() as pair:
-        status, _, _ = await pair.complete(model="adapter")
-        assert status == 200
-        assert pair.p.calls[0].body["model"] == pair.d.calls[0].body["model"] == "adapter"
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 100_000])

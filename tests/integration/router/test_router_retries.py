@@ -24,8 +24,8 @@ from scripted import (
     slam,
 )
 
-from kvferry.router.breaker import BreakerSettings
-from kvferry.router.budget import RetrySettings
+from kvferry.router.engines.breaker import BreakerSettings
+from kvferry.router.engines.budget import RetrySettings
 from kvferry.story import read_story
 
 BUSY = {"error": {"message": "busy", "type": "x", "code": 503}}

@@ -28,8 +28,8 @@ from scripted import (
 )
 
 from kvferry.router.app import ROUTER
-from kvferry.router.logs import JsonFormatter
-from kvferry.router.record import Record
+from kvferry.router.seen.logs import JsonFormatter
+from kvferry.router.seen.record import Record
 
 MARKUP = "<img src=x onerror=alert(1)>"
 

@@ -33,9 +33,9 @@ from scripted import (
     slam,
 )
 
-from kvferry.router.ask import Ask
-from kvferry.router.load import Share
-from kvferry.router.pool import Role, no_engine
+from kvferry.router.choice.ask import Ask
+from kvferry.router.choice.load import Share
+from kvferry.router.engines.pool import Role, no_engine
 from kvferry.router.replies import Refusal
 from kvferry.router.spec import EngineSpec
 from kvferry.story import read_story

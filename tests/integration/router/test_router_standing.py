@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from scripted import Call, Engine, Pair, begin_stream, decode_ok, error_of, event, hang, refuse, serving, slam
 
-from kvferry.router.breaker import BreakerSettings, State
-from kvferry.router.outliers import OutlierSettings
+from kvferry.router.engines.breaker import BreakerSettings, State
+from kvferry.router.engines.outliers import OutlierSettings
 
 BOOM = {"error": {"message": "boom", "type": "InternalServerError", "code": 500}}
 
@@ -160,7 +160,7 @@ async def test_an_outlier_is_left_out_for_a_while(how: str) -> None:
 
 
 async def test_an_engine_that_is_silent_once_is_busy_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.pool.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvferry.router.engines.pool.PROBE_TIMEOUT_S", 0.2)
     mute, asked = asyncio.Event(), 0
 
     async def health(request: web.Request) -> web.Response:

@@ -14,13 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from router_process import router
 from scripted import SOON, Engine, serving
-from test_router_process import router
 
 from kvferry.errors import ConfigError
 from kvferry.router.config import RouterConfig
+from kvferry.router.http.tls import engine_context, server_context
 from kvferry.router.spec import parse_spec
-from kvferry.router.tls import engine_context, server_context
 
 x509 = pytest.importorskip("cryptography.x509", reason="certificates are made with `cryptography`")
 

@@ -11,8 +11,9 @@ import pytest
 from scripted import COMPLETIONS, MODEL, serving, slam
 
 from kvferry.errors import ConfigError
-from kvferry.router import app, tracing
-from kvferry.router.traceparent import parse
+from kvferry.router import app
+from kvferry.router.seen import tracing
+from kvferry.router.seen.traceparent import parse
 
 pytest.importorskip("opentelemetry.sdk.trace", reason="needs opentelemetry-sdk: pip install 'kvferry[otel]'")
 

@@ -58,6 +58,7 @@ class Rogue:
             agent=self.fabric.metadata(),
             scratch=self.memory.ctypes.data,
             silence_s=30.0,
+            pull_by="auto",
             dialled=f"127.0.0.1:{PP}",
         )
         return wire.Hello(**{**facts, **other})  # type: ignore[arg-type]
