@@ -11,14 +11,16 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 
+import adapter
 import aiohttp
 import pytest
-from contract_case import CHAT, GENERATE, LONG, TOOL, Case, chat, text
+from contract_case import ADAPTER, CHAT, GENERATE, LONG, TOOL, Case, chat, text
 from contract_cases import CASES
 from contract_check import check, resolved, send
 from vllm_tier import asking, deployed, router_without_tier
 
 from kvferry.launch.deployment import Deployment
+from kvferry.launch.model import prepare
 
 MINE = [case for case in CASES if "vllm" in case.tiers]
 TOLERANCE = 1e-3
@@ -31,10 +33,12 @@ ARGS = (
     "--tool-call-parser=hermes",
     "--max-logprobs=5",
     "--enable-scale-out",
+    "--enable-lora",
+    "--max-lora-rank=8",
 )
 # uncompiled: the ranks of logprobs alone would cost a minute of compiling on each engine
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-ENGINE = {"dtype": "float32", "vllm_args": ARGS, "env": ENV}
+ENGINE = {"dtype": "float32", "env": ENV}
 missing = [name for name in ("vllm", "torch") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.vllm,
@@ -54,9 +58,10 @@ class Sides:
 @pytest.fixture(scope="module")
 def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, Deployment]]:
     folder = tmp_path_factory.mktemp("contract")
+    args = (*ARGS, "--lora-modules", f"{ADAPTER}={adapter.make(folder / ADAPTER, prepare('smollm2', 'float32'))}")
     with (
-        deployed(folder / "one", mode="colocated", **ENGINE) as one,
-        deployed(folder / "pair", mode="push", router=True, render=1, **ENGINE) as pair,
+        deployed(folder / "one", mode="colocated", vllm_args=args, **ENGINE) as one,
+        deployed(folder / "pair", mode="push", router=True, render=1, vllm_args=args, **ENGINE) as pair,
     ):
         yield one, pair
 
@@ -87,6 +92,16 @@ async def test_one_and_pair_answer_alike(case: Case, sides: Sides, session: aioh
     for _ in range(case.times):
         one = await send(session, sides.one, asked, sides.model)
         check(asked, one, await send(session, sides.pair, asked, sides.model), TOLERANCE)
+
+
+async def test_an_adapter_says_something_else(sides: Sides, session: aiohttp.ClientSession) -> None:
+    """Else the cases that name it would compare the model with itself."""
+    said = set()
+    for name in (sides.model, ADAPTER):
+        reply = await send(session, sides.pair, Case(name=name, body=text("adapted", model=name)), sides.model)
+        assert reply.status == 200, reply.raw
+        said.add(json.loads(reply.raw)["choices"][0]["text"])
+    assert len(said) == 2
 
 
 async def test_c62_the_second_time_most_is_cached(sides: Sides, session: aiohttp.ClientSession) -> None:

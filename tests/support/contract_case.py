@@ -12,6 +12,8 @@ CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 GENERATE = "/inference/v1/generate"
 JSON = "application/json"
+ADAPTER = "porter"
+"""A LoRA adapter that the engines of the vllm tier serve beside the model."""
 MODEL = "<model>"
 """Stands for the name that the engines serve."""
 

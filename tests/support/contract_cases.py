@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contract_case import (
+    ADAPTER,
     BOTH,
     CHAT,
     CONTINUOUS,
@@ -273,6 +274,16 @@ _GENERATE = (
     tokens("generate, too long", 32, {"max_tokens": 3}, token_ids=[7] * 40_000, status=400),
 )
 
+_ADAPTERS = (
+    completion("an adapter", tiers=VLLM, model=ADAPTER, logprobs=1),
+    talk("an adapter, chat, streamed with usage", tiers=VLLM, model=ADAPTER, stream=True, stream_options=USAGE),
+    tokens("an adapter, generate", 60, {"max_tokens": 8}, model=ADAPTER, tiers=VLLM),
+    # one prompt, asked of the model and of the adapter in turn: neither finds what the other left in the cache
+    Case(name="the model, before its adapter", body=text("adapted"), tiers=VLLM),
+    Case(name="an adapter, after its model", body=text("adapted", model=ADAPTER), times=2, tiers=VLLM),
+    Case(name="the model, after its adapter", body=text("adapted"), tiers=VLLM),
+)
+
 _PLAIN = (
     Case(name="tokenize", route="/tokenize", body={"prompt": "Grüße 🚢", "return_token_strs": True}, tiers=BOTH),
     Case(name="tokenize a chat", route="/tokenize", body={"messages": [{"role": "user", "content": "x"}]}, tiers=BOTH),
@@ -435,7 +446,7 @@ STOPS = (
 )
 """`<token N>` and `<text N>` stand for the Nth token of the answer without a stop, which one engine is asked first."""
 
-CASES: tuple[Case, ...] = (*_COMPLETIONS, *_CHATS, *_RESPONSES, *_GENERATE, *_PLAIN, *_ERRORS, *STOPS)
+CASES: tuple[Case, ...] = (*_COMPLETIONS, *_CHATS, *_RESPONSES, *_GENERATE, *_ADAPTERS, *_PLAIN, *_ERRORS, *STOPS)
 
 GENERAL = (
     (

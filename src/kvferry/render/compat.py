@@ -151,10 +151,25 @@ def frontend_config(args: Any) -> Any:
         defaults()
     if getattr(engine_args, "reasoning_config", None) is not None:
         parts["reasoning_config"] = engine_args.reasoning_config
+    if engine_args.enable_lora:
+        parts["lora_config"] = _lora_config(engine_args)
     known = {one.name for one in dataclasses.fields(VllmConfig)}
     config = VllmConfig(**{name: value for name, value in parts.items() if name in known})
     args.structured_outputs_config = config.structured_outputs_config
     return config
+
+
+def _lora_config(engine_args: Any) -> Any:
+    """Adapters are loaded where the weights are; here a request that names one passes vLLM's checks."""
+    from vllm.config.lora import LoRAConfig
+
+    given = {}
+    for field in dataclasses.fields(LoRAConfig):
+        for name in (field.name, f"lora_{field.name}"):
+            if hasattr(engine_args, name):
+                given[field.name] = getattr(engine_args, name)
+    given["max_cpu_loras"] = given.get("max_cpu_loras") or None
+    return LoRAConfig(**given)
 
 
 def extract_prompt_components(model_config: Any, prompt: Any) -> Any:

@@ -436,3 +436,25 @@ async def test_c27_an_engine_that_drains_gets_no_new_request() -> None:
             for _ in range(2):
                 assert (await pair.complete())[0] == 200
             assert len(first.calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_of_decode_outlives_its_prefill(stream: bool) -> None:
+    """D's token shows that the KV has landed: P may die before it says so. What only P knows isn't told then."""
+
+    async def late(call: Call) -> web.StreamResponse:
+        answered.set()
+        return await decode_ok(call)
+
+    answered = asyncio.Event()
+    async with serving() as pair:
+        pair.p.script, pair.d.script = after(answered, slam), late
+        begun = time.monotonic()
+        status, _, raw = await pair.complete(stream=stream, stream_options={"include_usage": True} if stream else None)
+        assert (status, time.monotonic() - begun < SOON) == (200, True), raw
+        if stream:
+            assert raw.endswith(b"data: [DONE]\n\n") and b"error" not in raw
+            raw = raw.split(b"\n\n")[-3].removeprefix(b"data: ")
+        told = json.loads(raw)["usage"]
+        assert told["completion_tokens"] > 0 and not told.get("prompt_tokens_details")
+        assert len(pair.d.calls) == 1

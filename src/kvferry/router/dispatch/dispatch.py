@@ -92,6 +92,7 @@ class Exchange:
         self.prefill_reply: Body | None = None
         self.opening: first_token.Opening | None = None
         """P's token is the answer's first."""
+        self._prefill: asyncio.Task[Body] | None = None
         self._prefill_response: Response | None = None
         self._plan = plan
         self._part = part
@@ -160,7 +161,7 @@ class Exchange:
         self._services.metrics.pd_requests.labels(self._dialect.name).inc()
         told: dict[str, Any] = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
         self.note("dispatched", prefill=self.prefill.url, mode=self._dialect.name, **told)
-        prefill = self._start(self._prefill_leg(self._dialect, self.prefill))
+        prefill = self._prefill = self._start(self._prefill_leg(self._dialect, self.prefill))
         if not self.bound:
             await self._reached(prefill, self.prefill)
         elif not self._dialect.concurrent:
@@ -237,7 +238,8 @@ class Exchange:
         await asyncio.wait({prefill})
 
     async def _first_of(self, prefill: asyncio.Task[Body], decode: asyncio.Task[Answer]) -> Answer:
-        """D's answer; P's error goes before D's. A token of D's proves that P's KV has landed: it waits for nothing."""
+        """D's answer. P's error goes before D's, and a refusal of P's before D's answer too: it is to something that D
+        isn't asked. A token of D's proves that P's KV has landed: it waits for nothing, nor for P, should that die."""
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done():
             if _refused(prefill.exception()):
@@ -252,7 +254,7 @@ class Exchange:
         else:
             hold = self._services.config.hold_s
         await asyncio.wait({prefill}, timeout=hold)
-        if prefill.done():
+        if prefill.done() and (error is not None or _refused(prefill.exception())):
             prefill.result()
         return decode.result()
 
@@ -273,15 +275,20 @@ class Exchange:
             raise
 
     async def prefilled(self) -> Body | None:
-        """P's reply. D's first token proves that it is made, so that this waits at most for its way here; None if it
-        doesn't come, or there is none."""
-        if self.prefill is None:
+        """`prefill_told`. D's first token proves that P's reply is made: this waits at most for its way here."""
+        if self.prefill is None or self._prefill is None:
             return None
-        if not self._prefill_ok.done():
-            await asyncio.wait({self._prefill_ok}, timeout=PREFILL_TAIL_S)
-        if not self._prefill_ok.done():
-            log.warning("%s: no reply of prefill engine %s in time", self.transfer_id, self.prefill.url)
-        return self.prefill_reply
+        if not self._prefill.done():
+            await asyncio.wait({self._prefill}, timeout=PREFILL_TAIL_S)
+        if self.prefill_reply is None:
+            why = "P's leg failed" if self._prefill.done() else f"none within {PREFILL_TAIL_S:g} s"
+            log.warning("%s: no reply of prefill engine %s: %s", self.transfer_id, self.prefill.url, why)
+        return self.prefill_told
+
+    @property
+    def prefill_told(self) -> Body | None:
+        """P's reply; an empty one if it hasn't come: what only P knows is not told then. None without P."""
+        return self.prefill_reply if self.prefill_reply is not None or self.prefill is None else {}
 
     async def prompt_text(self) -> str:
         """The prompt as the engine shows it. Token ids are asked of D. Raises `LegFailed`."""
@@ -346,6 +353,7 @@ class Exchange:
             if not task.cancelled():
                 task.exception()  # else it is told of as one that nobody looked at
         self._tasks.clear()
+        self._prefill = None
 
     async def let_go(self, limit_s: float) -> None:
         """After `close`: until P has been told, or so long; then the telling goes on beside."""

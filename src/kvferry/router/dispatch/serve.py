@@ -201,7 +201,7 @@ class Generation:
         if plan.echo or plan.prompt_logprobs is not None:
             for exchange in self._exchanges:
                 self._expect_prefill(exchange)
-        replies = [exchange.prefill_reply for exchange in self._exchanges]
+        replies = [exchange.prefill_told for exchange in self._exchanges]
         echoes = [await self._echo(plan, exchange) for exchange in self._exchanges] if plan.echo else ()
         body = merge.finish(plan, [answer.body for answer in answers], replies, echoes)
         self._services.metrics.ttft.labels("false").observe(self._since_begun())

@@ -94,7 +94,7 @@ class Feed:
     async def _pump(self, exchange: Exchange, answer: Answer, chunks: Chunks) -> None:
         scores = self._plan.prompt_logprobs is not None
         reply = await exchange.prefilled()
-        if reply is None and scores and exchange.prefill is not None:
+        if scores and exchange.prefill is not None and not reply:
             url = exchange.prefill.url
             raise LegFailed(f"prefill engine {url} did not tell the prompt's logprobs", side="prefill", peer=url)
         chunks.tell(facts(reply, scores=scores, block=_block(exchange.prefill)))
