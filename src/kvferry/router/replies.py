@@ -27,9 +27,10 @@ class Refusal(KVFerryError):
 class LegFailed(EngineError):
     """One leg ended without its answer. With `status` and `body`: the engine's own error, to be passed on as it is.
     `verdict`: how the transfer ended, in the words of D's side channel; "" where it wasn't asked or had none.
-    `resent`: a kept connection broke under it, and then no other could be made."""
+    `resent`: a kept connection broke under it, and then no other could be made. `silent`: the engine was reached and
+    its connection ended, so that nothing is known of what it did."""
 
-    resent = False
+    resent = silent = False
 
     def __init__(
         self,

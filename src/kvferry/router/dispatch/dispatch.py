@@ -13,7 +13,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from kvferry.ids import TransferId, new_transfer_id
 from kvferry.router.choice.ask import Ask
 from kvferry.router.dispatch import explain
 from kvferry.router.dispatch.placement import Placement
+from kvferry.router.dispatch.sent import STREAMED, Legs, Sent
 from kvferry.router.engines.dialect import Dialect, Params
 from kvferry.router.engines.faults import is_of_transfer, verdict_on
 from kvferry.router.engines.pool import Engine, Role
@@ -30,8 +31,8 @@ from kvferry.router.engines.standing import Leg
 from kvferry.router.http import wire
 from kvferry.router.http.connection import Response
 from kvferry.router.http.sse import Watcher
-from kvferry.router.http.upstream import Asked, engine_error, forwarded, read_all, read_some
-from kvferry.router.replies import LegFailed, Refusal, recounted
+from kvferry.router.http.upstream import engine_error, forwarded, read_all, read_some
+from kvferry.router.replies import LegFailed, Refusal
 from kvferry.router.requests import first_token
 from kvferry.router.requests.openai import Body, Plan, decode_body, prefill_body
 from kvferry.router.requests.pace import Pace
@@ -97,12 +98,11 @@ class Exchange:
         self._plan = plan
         self._part = part
         self._dialect = services.dialect if prefill is not None else None
-        self._headers = forwarded(headers, services.config)
+        passed_on = forwarded(headers, services.config)
         if self._dialect is not None:
-            self._headers.update(self._dialect.headers(self.transfer_id))
+            passed_on.update(self._dialect.headers(self.transfer_id))
+        self._legs = Legs(services, passed_on)
         self._tasks: list[asyncio.Task[Any]] = []
-        self._asked: list[Asked] = []
-        self._responses: list[Response] = []
         self._prefill_ok = asyncio.get_running_loop().create_future()
         self.events: list[Event] = []
         self.pace = Pace(functools.partial(services.metrics.served.gaps, clipped(plan.model)))
@@ -157,7 +157,9 @@ class Exchange:
         if self.prefill is None or self._dialect is None:
             self._prefill_ok.set_result(None)
             self.note("dispatched", decode=self.decode.url, mode="colocated")
-            return await self._start(self._decode_leg(None))
+            sent = self._decode_leg(None)
+            answer = await self._opening(sent)
+            return answer if answer is not None else await self._start(self._decode_answer(sent))
         self._services.metrics.pd_requests.labels(self._dialect.name).inc()
         told: dict[str, Any] = {"decode": self.decode.url} if self.bound else {"bind": self._services.config.bind}
         self.note("dispatched", prefill=self.prefill.url, mode=self._dialect.name, **told)
@@ -181,9 +183,37 @@ class Exchange:
             return await self._go_on(begun, self._dialect)
         if not self._dialect.concurrent:
             returned = prefill.result().get("kv_transfer_params")
-            return await self._start(self._decode_leg(self._decode_params(self._dialect, returned)))
-        decode = self._start(self._decode_leg(self._decode_params(self._dialect, None)))
-        return await self._first_of(prefill, decode)
+            return await self._start(
+                self._decode_answer(self._decode_leg(self._decode_params(self._dialect, returned)))
+            )
+        sent = self._decode_leg(self._decode_params(self._dialect, None))
+        answer = await self._opening(sent, prefill)
+        if answer is None:
+            return await self._first_of(prefill, self._start(self._decode_answer(sent)))
+        if prefill.done() and not _silent(prefill):
+            prefill.result()
+        return answer
+
+    async def _opening(self, sent: Sent, prefill: asyncio.Task[Body] | None = None) -> Answer | None:
+        """D's stream if its first token came with its head, in the moment in which that was read: it waits for no task
+        then. None if it didn't come so, or P failed."""
+        news = self._legs.listen(sent)
+        if news is None:
+            return None
+        if prefill is not None:
+            prefill.add_done_callback(lambda task: news.tell() if task.cancelled() or task.exception() else None)
+        await news
+        response = self._legs.here(sent)
+        if response is None:
+            return None
+        watcher, head = Watcher(), response.here
+        watcher.feed(head)
+        if watcher.first_data is None or watcher.first_is_error:
+            return None
+        self._legs.taken(sent, response)
+        self.pace.begin(head)
+        self._token_seen()
+        return Answer(response=response, watcher=watcher, head=head)
 
     async def _go_on(self, begun: first_token.Opening, dialect: Dialect) -> Answer:
         """The answer that P has begun: its token at once, D's when they come. Of a whole one both."""
@@ -191,7 +221,7 @@ class Exchange:
         part = first_token.decode_part(self._part, begun.token)
         params = self._decode_params(dialect, begun.reply.get("kv_transfer_params"))
         self.note("begun")
-        decode = self._start(self._decode_leg(params, part))
+        decode = self._start(self._decode_answer(self._decode_leg(params, part)))
         if not self._plan.stream:
             answer = await decode
             body = first_token.joined(self._part, begun, answer.body)
@@ -238,8 +268,8 @@ class Exchange:
         await asyncio.wait({prefill})
 
     async def _first_of(self, prefill: asyncio.Task[Body], decode: asyncio.Task[Answer]) -> Answer:
-        """D's answer. P's error goes before D's, and a refusal of P's before D's answer too: it is to something that D
-        isn't asked. A token of D's proves that P's KV has landed: it waits for nothing, nor for P, should that die."""
+        """D's answer. What P says is wrong goes before what D says, also before a good answer: P is asked for more. But
+        a token of D's proves that P's KV has landed: it waits for nothing, and stands if P dies without a word."""
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
         if not decode.done():
             if _refused(prefill.exception()):
@@ -254,7 +284,7 @@ class Exchange:
         else:
             hold = self._services.config.hold_s
         await asyncio.wait({prefill}, timeout=hold)
-        if prefill.done() and (error is not None or _refused(prefill.exception())):
+        if prefill.done() and (error is not None or not _silent(prefill)):
             prefill.result()
         return decode.result()
 
@@ -271,7 +301,8 @@ class Exchange:
             return await prefill
         except LegFailed as error:
             if _refused(error) and dialect.side_channel and self.bound:
-                await self._own_words(self._start(self._decode_leg(self._decode_params(dialect, None))))
+                sent = self._decode_leg(self._decode_params(dialect, None))
+                await self._own_words(self._start(self._decode_answer(sent)))
             raise
 
     async def prefilled(self) -> Body | None:
@@ -299,8 +330,7 @@ class Exchange:
             return prompt
         body = {"model": self._part["model"]} if "model" in self._part else {}
         raw = wire.dumps(body | {"tokens": prompt}, self._plan.plain)
-        response = await self._services.upstream.post("decode", self.decode.url, "/detokenize", raw, self._headers)
-        self._responses.append(response)
+        response = await self._legs.ask(self.decode, "/detokenize", raw)
         if response.status != 200:
             raise await engine_error("decode", self.decode.url, response)
         text = (_object(await read_all("decode", self.decode.url, response)) or {}).get("prompt")
@@ -316,26 +346,37 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        for placed in self._placed.values():
-            placed.release()
-        for asked in self._asked:
-            asked.drop()
-        for response in self._responses:
-            response.close()
-        for task in self._tasks:
-            task.cancel()
         if self.prefill is not None and self._dialect is not None:
             self._services.metrics.pd_duration.labels(self._dialect.name).observe(time.monotonic() - self._begun)
+        if not failure and self.landed and self._prefill is not None and not self._prefill.done():
+            self._placed["decode"].release()
+            self._winding_up = self._services.spawn(self._hear_out(self._prefill))
+        else:
+            self._end(failure)
+        if failure:
+            self.note("failed", reason=failure)
+        else:
+            self.note("last_token")
+
+    async def _hear_out(self, prefill: asyncio.Task[Body]) -> None:
+        """D's answer was faster than the word of P, which has handed all over: it is to be learned from."""
+        try:
+            await asyncio.wait({prefill}, timeout=PREFILL_TAIL_S)
+        finally:
+            self._end("")
+
+    def _end(self, failure: str) -> None:
+        for placed in self._placed.values():
+            placed.release()
+        self._legs.close()
+        for task in self._tasks:
+            task.cancel()
         unwanted = failure or (first_token.ENDED if self.opening is not None else "")  # a stop string may end it there
         let_go = unwanted if not self.landed and self._dialect and self._dialect.side_channel else ""
         if let_go or not all(task.done() for task in self._tasks):
             self._winding_up = self._services.spawn(self._wind_up(let_go))
         else:
             self._forget_tasks()
-        if failure:
-            self.note("failed", reason=failure)
-        else:
-            self.note("last_token")
 
     async def _wind_up(self, let_go: str) -> None:
         try:
@@ -394,14 +435,12 @@ class Exchange:
         begun = time.monotonic()
         make = first_token.prefill_body if self._plan.begins else prefill_body
         body = make(self._plan, self._part, dialect.prefill(self.transfer_id, self._plan))
-        return self._prefill_answer(dialect, engine, self._ask_of("prefill", body), begun)
+        return self._prefill_answer(dialect, self._legs.send(self._plan, self._placed["prefill"], body), begun)
 
-    async def _prefill_answer(
-        self, dialect: Dialect, engine: Engine, answer: Callable[[], Awaitable[Response]], begun: float
-    ) -> Body:
-        metrics = self._services.metrics
+    async def _prefill_answer(self, dialect: Dialect, sent: Sent, begun: float) -> Body:
+        metrics, engine = self._services.metrics, sent.engine
         try:
-            response = await answer()
+            response = await self._legs.answer(sent)
             self._prefill_response = response
             raw = await read_all("prefill", engine.url, response)
             reply = _object(raw)
@@ -425,17 +464,18 @@ class Exchange:
         self._prefill_ok.set_result(None)
         return reply
 
-    def _decode_leg(self, params: Params | None, part: Body | None = None) -> Coroutine[Any, Any, Answer]:
-        """Sent; the rest is to be awaited. `part`: in place of the client's own."""
+    def _decode_leg(self, params: Params | None, part: Body | None = None) -> Sent:
+        """`part`: in place of the client's own."""
         self._asked_at = time.monotonic()
         self._services.metrics.pd_decode_requests.labels(self.decode.url).inc()
-        return self._decode_answer(self._ask_of("decode", decode_body(self._plan, part or self._part, params)))
+        body = decode_body(self._plan, part or self._part, params)
+        return self._legs.send(self._plan, self._placed["decode"], body)
 
-    async def _decode_answer(self, answer: Callable[[], Awaitable[Response]]) -> Answer:
+    async def _decode_answer(self, sent: Sent) -> Answer:
         engine, metrics = self.decode, self._services.metrics
         try:
-            response = await answer()
-            if not response.content_type.startswith("text/event-stream"):
+            response = await self._legs.answer(sent)
+            if response.content_type != STREAMED:
                 body = await read_all("decode", engine.url, response)
                 if not body:
                     raise LegFailed(
@@ -517,32 +557,6 @@ class Exchange:
             return True
         return False
 
-    def _ask_of(self, role: Role, body: Body) -> Callable[[], Awaitable[Response]]:
-        placed = self._placed[role]
-        engine, headers = placed.engine, placed.headers(self._headers)
-        raw = wire.dumps(body, self._plan.plain)
-        asked = self._services.upstream.ask(engine.role, engine.url, self._plan.route, raw, headers)
-        self._asked.append(asked)
-        return functools.partial(self._answer_of, engine, asked, len(body))
-
-    async def _answer_of(self, engine: Engine, asked: Asked, fields: int) -> Response:
-        """A 200, its body unread. Raises `LegFailed`."""
-        try:
-            response = await asked.answer()
-            self._asked.remove(asked)
-        except LegFailed as error:
-            if error.code == PeerUnreachable.code:
-                self._services.pool.suspect(engine, error.message)
-            else:
-                self._services.pool.refresh(engine)
-            raise
-        self._responses.append(response)
-        if response.status != 200:
-            refused = await engine_error(engine.role, engine.url, response)
-            refused.body = recounted(refused.body, fields, self._plan.fields)
-            raise refused
-        return response
-
     def _decode_params(self, dialect: Dialect, returned: Params | None) -> Params:
         return dialect.decode(self.transfer_id, self._plan, self._placed["prefill"].source(), returned)
 
@@ -555,6 +569,12 @@ class Exchange:
 def _refused(error: BaseException | None) -> bool:
     """The engine's own word on the request."""
     return isinstance(error, LegFailed) and 400 <= error.own_status < 500
+
+
+def _silent(leg: asyncio.Task[Any]) -> bool:
+    """It failed without a word: what the engine did before is not undone by that."""
+    error = leg.exception()
+    return isinstance(error, LegFailed) and error.silent
 
 
 def _chosen() -> NoReturn:

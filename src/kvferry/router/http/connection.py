@@ -77,11 +77,20 @@ class Response:
         while not self._pieces and not self.ended:
             await self._news()
         if self._pieces:
-            taken = joined(self._taken())
-            self._resume()
-            return taken
+            return self.take()
         self._check()
         return b""
+
+    def take(self) -> bytes:
+        """What is there."""
+        taken = b"".join(self._taken())
+        self._resume()
+        return taken
+
+    @property
+    def here(self) -> bytes:
+        """What `some` would give at once. It stays."""
+        return b"".join(self._pieces)
 
     async def read(self, limit: int | None = None) -> tuple[bytes, bool]:
         """The body, at most `limit` bytes of it, and whether it was longer. Raises `Broken`."""
@@ -186,6 +195,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._response: Response | None = None
         self._head: asyncio.Future[Response] | None = None
+        self._heard: Callable[[], None] | None = None
         self._head_bytes = 0
         self._bare = 0
         """Bytes since the last of a body."""
@@ -219,10 +229,25 @@ class Connection(asyncio.Protocol):
             if self._head is head:  # else another asks here already
                 self._head = None  # its result knows this connection: nothing may wait for the collector
 
+    def listen(self, head: asyncio.Future[Response], heard: Callable[[], None]) -> None:
+        """`heard` is called in the very callback in which the head came, or in which it became known that none will.
+
+        All that came with it can be read then.
+        """
+        if head.done():
+            heard()
+        elif self._head is head:
+            self._heard = heard
+
+    def take(self, head: asyncio.Future[Response]) -> None:
+        """In place of `answer`, where it is there."""
+        if self._head is head:
+            self._head = None
+
     def drop(self, head: asyncio.Future[Response]) -> None:
         """Nobody will wait for it. Does nothing where somebody has."""
         if self._head is head:
-            self._head = None
+            self._head = self._heard = None
             if not head.cancel() and not head.cancelled():
                 head.exception()  # else it is told of as one that nobody looked at
             self.abort()
@@ -273,6 +298,13 @@ class Connection(asyncio.Protocol):
             if self._bare > MAX_HEAD_BYTES and self._response is not None:
                 self.give_up(f"it speaks no HTTP: above {MAX_HEAD_BYTES} bytes without a body")
         response.parsed()
+        if self._heard is not None and response.status:
+            self._tell()
+
+    def _tell(self) -> None:
+        heard, self._heard = self._heard, None
+        if heard is not None:
+            heard()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -292,6 +324,7 @@ class Connection(asyncio.Protocol):
         if self._head is not None and not self._head.done():
             self._head.set_exception(broken)
         response.finished(broken)
+        self._tell()
 
     # -- llhttp's calls
 
@@ -351,6 +384,24 @@ class Asking:
             return await connection.answer(head)
         except Broken as error:
             raise Broken(error.args[0], self._kept is not None, connection.touched) from None
+
+    def listen(self, heard: Callable[[], None]) -> bool:
+        """See `Connection.listen`. False, and nothing happens, where it isn't on its way yet."""
+        if self._kept is None or self._head is None:
+            return False
+        self._kept.listen(self._head, heard)
+        return True
+
+    @property
+    def here(self) -> Response | None:
+        """The answer, if its head has come."""
+        head = self._head
+        return None if head is None or not head.done() or head.cancelled() or head.exception() else head.result()
+
+    def take(self) -> None:
+        """The answer that is `here`, in place of `answer`."""
+        if self._kept is not None and self._head is not None:
+            self._kept.take(self._head)
 
     def drop(self) -> None:
         """Does nothing where `answer` has begun."""

@@ -21,6 +21,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvferry.listener import MAX_HEADER_BYTES
+from kvferry.router.http.at_once import begin
 from kvferry.router.http.head import head, text
 from kvferry.router.http.stream import Stream
 from kvferry.router.replies import Refusal, error_response
@@ -136,6 +137,8 @@ class Connection(asyncio.Protocol):
         self._ended_in_feed = self._mixed = False
         self._refusal: Refusal | None = None
         self._turned_away: Refusal | None = None
+        self._ready: Request | None = None
+        """To be begun as soon as the read that brought it is parsed."""
         self._waiting: list[Request] = []
         self._waiting_bytes = 0
         self._idle: asyncio.TimerHandle | None = None
@@ -143,6 +146,11 @@ class Connection(asyncio.Protocol):
         self._room: asyncio.Future[None] | None = None
         """Done once the client has taken what was written; None: there is room."""
         self.task: asyncio.Task[None] | None = None
+        self._running = False
+
+    @property
+    def _busy(self) -> bool:
+        return self._running or self._ready is not None
 
     @property
     def remote(self) -> str:
@@ -168,7 +176,7 @@ class Connection(asyncio.Protocol):
     def retire(self) -> None:
         """No further request; closed at once if there is none."""
         self._last = True
-        if self.task is None and self._transport is not None:
+        if not self._busy and self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
@@ -204,6 +212,12 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._last:
             return
+        self._feed(data)
+        if self._ready is not None:
+            request, self._ready = self._ready, None
+            self._begin(request)
+
+    def _feed(self, data: bytes) -> None:
         self._raw += data
         self._ended_in_feed = False
         try:
@@ -216,7 +230,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(Refusal(400, "invalid_http", "this server is no proxy"))
             else:
                 self._restart()
-                self.data_received(plain + end + rest)
+                self._feed(plain + end + rest)
             return
         except httptools.HttpParserError as error:
             if self._ours is not False:
@@ -226,7 +240,7 @@ class Connection(asyncio.Protocol):
             self._hand_over()
         elif len(self._raw) > MAX_HEADER_BYTES:
             self._refuse(_too_long())
-        elif self._ours and self.task is None:
+        elif self._ours and not self._busy:
             self._wait()
 
     # -- llhttp's calls
@@ -235,7 +249,7 @@ class Connection(asyncio.Protocol):
         self._target, self._headers = b"", CIMultiDict()
         self._head_bytes, self._body, self._body_bytes = 0, [], 0
         self._ours, self._mixed, self._turned_away = None, self._ended_in_feed, None
-        if self.task is None:
+        if not self._busy:
             self._wait()
 
     def on_url(self, url: bytes) -> None:
@@ -266,7 +280,7 @@ class Connection(asyncio.Protocol):
             if waits:
                 self._fail(refusal)
             self._turned_away = refusal
-        if waits and self.task is None:
+        if waits and not self._busy:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, piece: bytes) -> None:
@@ -292,8 +306,8 @@ class Connection(asyncio.Protocol):
             refusal=self._turned_away,
         )
         self._body = []
-        if self.task is None:
-            self._begin(request)
+        if not self._busy:
+            self._ready = request
         elif not self._last:
             # reading goes on, or a client that leaves would not be noticed
             self._waiting.append(request)
@@ -305,7 +319,10 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, request: Request) -> None:
         self._stop_waiting()
-        self.task = asyncio.create_task(self._run(request))
+        self._running = True
+        task = begin(self._run(request))
+        if self._running and self.task is None:  # else it has ended, or has begun the next
+            self.task = task
 
     async def _run(self, request: Request) -> None:
         try:
@@ -323,7 +340,7 @@ class Connection(asyncio.Protocol):
                 request.keep = False
                 request.send(error_response(Refusal(500, "internal_error", "internal error of the router")))
         finally:
-            self.task = None
+            self.task, self._running = None, False
             self._next(request)
 
     def _next(self, done: Request) -> None:
@@ -344,7 +361,7 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        if self.task is not None:
+        if self._busy:
             self._last = len(self._raw) > self._server.max_body_bytes
             return
         if self._mixed:
@@ -375,7 +392,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         """The last answer of this connection."""
         self._last = True
-        if self.task is None and self._transport is not None:
+        if not self._busy and self._transport is not None:
             request = Request(self, "", CIMultiDict(), b"", old=False, keep=False)
             request.send(error_response(refusal))
             if self._transport.can_write_eof():

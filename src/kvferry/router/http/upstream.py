@@ -10,7 +10,7 @@ import asyncio
 import functools
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from multidict import CIMultiDict
@@ -109,7 +109,21 @@ class Asked:
         except (Unreachable, Broken) as error:
             failed = broken(self._side, self._base, error)
             failed.resent = resent
+            failed.silent = failed.silent or resent
             raise failed from error
+
+    def listen(self, heard: Callable[[], None]) -> bool:
+        """`heard` is called in the moment in which the answer's head comes, or none will. False where it can't be."""
+        return self._asking.listen(heard)
+
+    @property
+    def here(self) -> Response | None:
+        """The answer, if its head has come."""
+        return self._asking.here
+
+    def take(self) -> None:
+        """The answer that is `here`; `answer` is not to be called then."""
+        self._asking.take()
 
     def drop(self) -> None:
         """Nobody will wait for the answer."""
@@ -221,4 +235,6 @@ def broken(side: str, base: str, error: Unreachable | Broken, when: str = "befor
         message = f"{_named(side, base)} cannot be reached: {said}"
         return LegFailed(message, side=side, peer=base, cause=PeerUnreachable(message))
     message = f"{_named(side, base)} closed the connection {when}: {said}"
-    return LegFailed(message, side=side, peer=base, cause=EngineError(message))
+    failed = LegFailed(message, side=side, peer=base, cause=EngineError(message))
+    failed.silent = True
+    return failed
