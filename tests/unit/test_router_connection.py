@@ -10,8 +10,9 @@ import pytest
 import uvloop
 from multidict import CIMultiDict
 
-from kvferry.router.http import connection as module
-from kvferry.router.http.connection import BUFFER_BYTES, Broken, Connections, Response, Unreachable
+from kvferry.router.http import connections as module
+from kvferry.router.http.connection import BUFFER_BYTES, MAX_HEAD_BYTES, Broken, Response
+from kvferry.router.http.connections import Connections, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream; charset=utf-8\r\n"
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -132,7 +133,7 @@ async def test_broken_before_and_in_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"SSH-2.0-OpenSSH_9\r\n", OK + b"X: " + b"y" * (module.MAX_HEAD_BYTES + 1) + b"\r\n\r\n"]
+    "said", [b"SSH-2.0-OpenSSH_9\r\n", OK + b"X: " + b"y" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n"]
 )
 async def test_what_is_no_answer_is_refused(said: bytes) -> None:
     async with served(writes(said)) as (server, base, connections):
@@ -215,10 +216,27 @@ async def test_whoever_lets_go_closes_the_connection(when: str) -> None:
 
 async def test_idle_connections_are_dropped_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.05)
+    monkeypatch.setattr(module, "SWEEP_S", 0.02)
     async with served(writes(OK + b"Content-Length: 2\r\n\r\nhi")) as (server, base, connections):
         await (await ask(connections, base)).read()
         await asyncio.wait_for(server.closed.wait(), 2.0)
-        assert not any(connections._kept.values())
+        [at] = connections._bases.values()
+        assert not at.kept._since
+        await asyncio.sleep(0.05)
+        assert at.kept._sweep is None, "with nothing to look through there is no timer"
+        await (await ask(connections, base)).read()
+        assert (server.opened, len(at.kept._since)) == (2, 1) and at.kept._sweep is not None
+
+
+async def test_one_that_was_idle_for_too_long_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.05)
+    async with served(writes(OK + b"Content-Length: 2\r\n\r\nhi")) as (server, base, connections):
+        for _ in range(2):
+            await (await ask(connections, base)).read()
+        assert server.opened == 1
+        await asyncio.sleep(0.1)  # below SWEEP_S: nobody has looked yet
+        await (await ask(connections, base)).read()
+        assert server.opened == 2
 
 
 async def test_a_slow_reader_stops_the_socket_not_memory() -> None:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 to an engine: kept connections, one request at a time on each, the body handed on as it comes.
+"""HTTP/1.1 to an engine: one request at a time on a connection, the body handed on as it comes.
 
 Parsed by llhttp (httptools). An answer is read in pieces, or piped: then the pieces go to a function without a task
 woken for them, which is what a relayed token costs least, in turn with other answers (`turns.py`). Nothing is read
@@ -11,12 +11,8 @@ is how an engine learns that nobody wants the answer.
 from __future__ import annotations
 
 import asyncio
-import functools
-import os
-import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import cast
-from urllib.parse import SplitResult, urlsplit
 
 import httptools
 from multidict import CIMultiDict
@@ -27,9 +23,6 @@ from kvferry.router.http.turns import Turns
 BUFFER_BYTES = 256 * 1024
 MAX_HEAD_BYTES = 256 * 1024
 """Of all header lines of one answer, and of what comes in one piece of no body: trailers, chunk extensions, 1xx."""
-IDLE_S = 4.0
-"""An idle connection is kept this long: below uvicorn's 5 s, so that the engine is rarely the one that closes."""
-
 Sink = Callable[[list[bytes]], bool]
 """Takes what has come since it last took some; False if there should come no more for now. What it raises
 ends the answer as broken."""
@@ -37,10 +30,6 @@ ends the answer as broken."""
 
 def joined(pieces: list[bytes]) -> bytes:
     return b"".join(pieces) if len(pieces) > 1 else pieces[0]
-
-
-class Unreachable(Exception):
-    """No connection could be made; the text says why."""
 
 
 class Broken(Exception):
@@ -203,7 +192,6 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self.touched = False
         """A byte of the answer has come."""
-        self.closing: asyncio.TimerHandle | None = None
 
     @property
     def usable(self) -> bool:
@@ -364,135 +352,3 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.close()
         response.finished(None)
-
-
-class Asking:
-    """One request, which is on its way already if a connection was kept for it. `answer` once, or `drop`."""
-
-    def __init__(self, connect: Callable[[], Awaitable[Connection]], raw: bytes, kept: Connection | None) -> None:
-        self._connect, self._kept = connect, kept
-        self._raw = raw if kept is None else b""
-        self._head = kept.send(raw) if kept is not None else None
-
-    async def answer(self) -> Response:
-        """See `Connections.request`."""
-        connection, head = self._kept, self._head
-        if connection is None or head is None:
-            connection = await self._connect()
-            head = connection.send(self._raw)
-        try:
-            return await connection.answer(head)
-        except Broken as error:
-            raise Broken(error.args[0], self._kept is not None, connection.touched) from None
-
-    def listen(self, heard: Callable[[], None]) -> bool:
-        """See `Connection.listen`. False, and nothing happens, where it isn't on its way yet."""
-        if self._kept is None or self._head is None:
-            return False
-        self._kept.listen(self._head, heard)
-        return True
-
-    @property
-    def here(self) -> Response | None:
-        """The answer, if its head has come."""
-        head = self._head
-        return None if head is None or not head.done() or head.cancelled() or head.exception() else head.result()
-
-    def take(self) -> None:
-        """The answer that is `here`, in place of `answer`."""
-        if self._kept is not None and self._head is not None:
-            self._kept.take(self._head)
-
-    def drop(self) -> None:
-        """Does nothing where `answer` has begun."""
-        if self._kept is not None and self._head is not None:
-            self._kept.drop(self._head)
-
-
-class Connections:
-    """To any number of engines. `tls`: for https URLs; None: the system's trust."""
-
-    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._tls = tls
-        self._bases: dict[str, SplitResult] = {}
-        self._kept: dict[tuple[str, int, bool], dict[Connection, None]] = {}
-        self._turns = Turns()
-
-    async def request(
-        self, method: str, base: str, route: str, headers: Mapping[str, str], body: bytes = b"", *, fresh: bool = False
-    ) -> Response:
-        """The answer once its head is there. `fresh`: no kept connection.
-
-        Raises `Unreachable`; `Broken`, its `args[1:]` (kept, touched) saying whether a second try would be the first
-        that the engine sees.
-        """
-        return await self.ask(method, base, route, headers, body, fresh=fresh).answer()
-
-    def ask(
-        self, method: str, base: str, route: str, headers: Mapping[str, str], body: bytes = b"", *, fresh: bool = False
-    ) -> Asking:
-        url = self._bases.get(base)
-        if url is None:
-            url = self._bases[base] = urlsplit(base)
-        secure = url.scheme == "https"
-        where = (url.hostname or "", url.port or (443 if secure else 80), secure)
-        lines = [f"{method} {url.path}{route} HTTP/1.1", f"Host: {url.netloc}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        lines += [f"Content-Length: {len(body)}"] if body or method == "POST" else []
-        head = "\r\n".join(lines) + "\r\n\r\n"
-        raw = head.encode("utf-8", "surrogateescape") + body
-        return Asking(functools.partial(self._connect, where), raw, None if fresh else self._take(where))
-
-    def _take(self, where: tuple[str, int, bool]) -> Connection | None:
-        kept = self._kept.get(where)
-        while kept:
-            connection, _ = kept.popitem()
-            if connection.closing is not None:
-                connection.closing.cancel()
-            if connection.usable:
-                return connection
-        return None
-
-    async def _connect(self, where: tuple[str, int, bool]) -> Connection:
-        host, port, secure = where
-        loop, kept = asyncio.get_running_loop(), self._kept.setdefault(where, {})
-
-        def idle(connection: Connection) -> None:
-            connection.closing = loop.call_later(IDLE_S, connection.abort)
-            kept[connection] = None
-
-        def gone(connection: Connection) -> None:
-            if kept.pop(connection, 0) is None and connection.closing is not None:
-                connection.closing.cancel()
-
-        if secure and self._tls is None:
-            self._tls = ssl.create_default_context()
-        tls = self._tls if secure else None
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(idle, gone, self._turns), host, port, ssl=tls
-                )
-        except TimeoutError:
-            raise Unreachable(f"no connection within {self._connect_timeout_s:g} s") from None
-        except OSError as error:
-            raise Unreachable(_why(error)) from error
-        return connection
-
-    def close(self) -> None:
-        for kept in self._kept.values():
-            for connection in tuple(kept):
-                if connection.closing is not None:
-                    connection.closing.cancel()
-                connection.abort()
-        self._kept.clear()
-
-
-def _why(error: OSError) -> str:
-    """asyncio's own text repeats host and port, which the caller names; TLS has numbers of its own."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return f"no TLS with it: {error.reason or error}"
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

@@ -17,7 +17,8 @@ from multidict import CIMultiDict
 
 from kvferry.errors import EngineError, PeerUnreachable
 from kvferry.router.config import RouterConfig
-from kvferry.router.http.connection import Broken, Connections, Response, Sink, Unreachable
+from kvferry.router.http.connection import Broken, Response, Sink
+from kvferry.router.http.connections import Connections, Unreachable
 from kvferry.router.replies import MAX_ERROR_BYTES, LegFailed, cut_body
 
 HOP_BY_HOP = frozenset(
