@@ -132,9 +132,7 @@ async def test_broken_before_and_in_the_answer() -> None:
             await response.some()
 
 
-@pytest.mark.parametrize(
-    "said", [b"SSH-2.0-OpenSSH_9\r\n", OK + b"X: " + b"y" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n"]
-)
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9\r\n", OK + b"X: " + b"y" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n"])
 async def test_what_is_no_answer_is_refused(said: bytes) -> None:
     async with served(writes(said)) as (server, base, connections):
         with pytest.raises(Broken, match="HTTP"):

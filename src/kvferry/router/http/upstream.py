@@ -52,16 +52,19 @@ IDLE_RACE_S = 0.5
 """A kept connection that breaks this soon was closed by the engine while idle; later it broke at work."""
 
 
-def _named_in_connection(headers: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(name.strip().lower() for name in headers.get("Connection", "").split(","))
+def _without(headers: Mapping[str, str], skip: frozenset[str]) -> CIMultiDict[str]:
+    """Nor those that `Connection` names."""
+    named = headers.get("Connection")
+    if named:
+        skip = skip.union(name.strip().lower() for name in named.split(","))
+    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in skip])
 
 
 def forwarded(headers: Mapping[str, str], config: RouterConfig) -> CIMultiDict[str]:
     """The client's headers as an engine gets them. The client's own Authorization goes before the router's key, but
     where the router checks its clients' keys itself and has one for the engines: then theirs stays here.
     """
-    skip = _NOT_FORWARDED | _named_in_connection(headers)
-    out = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
+    out = _without(headers, _NOT_FORWARDED)
     if config.api_key and (config.client_key_file or "Authorization" not in out):
         out["Authorization"] = f"Bearer {config.api_key}"
     out["Accept-Encoding"] = "identity"
@@ -70,8 +73,7 @@ def forwarded(headers: Mapping[str, str], config: RouterConfig) -> CIMultiDict[s
 
 def returned(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """An engine's headers as the client gets them."""
-    skip = _NOT_RETURNED | _named_in_connection(headers)
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in skip)
+    return _without(headers, _NOT_RETURNED)
 
 
 class Answer(msgspec.Struct, frozen=True):
