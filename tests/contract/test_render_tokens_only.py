@@ -37,7 +37,7 @@ CASES = [
     talk("past its end", content=QUESTION, max_tokens=32, ignore_eos=True),
     talk("not before so many tokens", content=QUESTION, max_tokens=48, min_tokens=20, **MORE),
     talk("special tokens shown", content=QUESTION, max_tokens=48, skip_special_tokens=False),
-    talk("a tool", tools=[TOOL], tool_choice="required", max_tokens=48, **MORE),
+    talk("a tool", tools=[TOOL], max_tokens=24, **MORE),
     respond("a response", stream=True),
 ]
 
@@ -64,6 +64,14 @@ async def test_they_answer_as_one_that_has_it(case: Case, one: str, pair: Deploy
         asked = await resolved(session, one, pair.router_url, case, model)
         alone = await send(session, one, asked, model)
         check(asked, alone, await send(session, pair.router_url, asked, model), 1e-3)
+
+
+async def test_what_needs_the_engines_tokenizer_is_refused(pair: Deployment) -> None:
+    """In vLLM's words: it makes the grammar of a required call where the model runs."""
+    asked = talk("a required tool", tools=[TOOL], tool_choice="required")
+    async with asking() as session:
+        reply = await send(session, pair.router_url, asked, pair.model_name())
+    assert reply.status == 400 and b"requires a tokenizer" in reply.raw
 
 
 async def test_an_answer_ends_where_its_tokenizer_says(pair: Deployment) -> None:
