@@ -28,6 +28,7 @@ from scripted import (
     stream,
 )
 
+from kvferry.router.dispatch import dispatch
 from kvferry.story import read_story
 
 MIB = 1024 * 1024
@@ -458,3 +459,40 @@ async def test_an_answer_of_decode_outlives_its_prefill(stream: bool) -> None:
         told = json.loads(raw)["usage"]
         assert told["completion_tokens"] > 0 and not told.get("prompt_tokens_details")
         assert len(pair.d.calls) == 1
+
+
+async def test_prefill_is_heard_out_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D's answer went out whole before P's word: that is waited for beside, and not for long."""
+    monkeypatch.setattr(dispatch, "LAST_WORD_S", 0.2)
+    async with serving() as pair:
+        pair.p.script = hang
+        status, _, raw = await pair.complete(stream=True)
+        assert status == 200 and raw.endswith(b"data: [DONE]\n\n")
+        p, d = (pair.running.pool.engines[role][0] for role in ("prefill", "decode"))
+        assert (p.in_flight, d.in_flight) == (1, 0) and p.ranks[0].load.prefill == 0
+        await cancelled(pair.p.calls[0])
+        async with asyncio.timeout(SOON):
+            while p.in_flight:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_refusal_that_breaks_off_is_still_one() -> None:
+    """P said 400: D's answer does not stand, though why is lost."""
+
+    async def breaks(call: Call) -> web.StreamResponse:
+        response = web.StreamResponse(status=400, headers={"Content-Length": "1000"})
+        await response.prepare(call.request)
+        await response.write(b'{"error":')
+        refused.set()
+        return await slam(call)
+
+    async def late(call: Call) -> web.StreamResponse:
+        await refused.wait()
+        await asyncio.sleep(0.2)
+        return await decode_ok(call)
+
+    refused = asyncio.Event()
+    async with serving() as pair:
+        pair.p.script, pair.d.script = breaks, late
+        status, _, raw = await pair.complete()
+        assert status == 502 and error_of(raw)["side"] == "prefill"

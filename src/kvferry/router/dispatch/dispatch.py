@@ -49,6 +49,8 @@ PREFILL_TAIL_S = 10.0
 """An answer that D gave whole waits this long for P's, whose usage it carries; P ended long before, if it lives."""
 
 
+LAST_WORD_S = 1.0
+"""P is heard out for so long when all is over."""
 GROWS_BY = 16
 """Chunks of an answer after which an engine's load is told: once per token would cost more than it says."""
 
@@ -349,7 +351,9 @@ class Exchange:
         if self.prefill is not None and self._dialect is not None:
             self._services.metrics.pd_duration.labels(self._dialect.name).observe(time.monotonic() - self._begun)
         if not failure and self.landed and self._prefill is not None and not self._prefill.done():
+            self._placed["prefill"].prefilled()
             self._placed["decode"].release()
+            self._legs.close("decode")
             self._winding_up = self._services.spawn(self._hear_out(self._prefill))
         else:
             self._end(failure)
@@ -361,7 +365,7 @@ class Exchange:
     async def _hear_out(self, prefill: asyncio.Task[Body]) -> None:
         """D's answer was faster than the word of P, which has handed all over: it is to be learned from."""
         try:
-            await asyncio.wait({prefill}, timeout=PREFILL_TAIL_S)
+            await asyncio.wait({prefill}, timeout=LAST_WORD_S)
         finally:
             self._end("")
 

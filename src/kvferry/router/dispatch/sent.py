@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.errors import PeerUnreachable
 from kvferry.router.dispatch.placement import Placement
-from kvferry.router.engines.pool import Engine
+from kvferry.router.engines.pool import Engine, Role
 from kvferry.router.http import wire
 from kvferry.router.http.at_once import Now
 from kvferry.router.http.connection import Response
@@ -38,14 +38,14 @@ class Legs:
     def __init__(self, services: Services, headers: Mapping[str, str]) -> None:
         self._services = services
         self.headers = headers
-        self._open: list[Asked] = []
-        self._responses: list[Response] = []
+        self._open: list[tuple[Role, Asked]] = []
+        self._responses: list[tuple[Role, Response]] = []
 
     def send(self, plan: Plan, placed: Placement, body: Body) -> Sent:
         engine = placed.engine
         raw, headers = wire.dumps(body, plan.plain), placed.headers(self.headers)
         request = self._services.upstream.ask(engine.role, engine.url, plan.route, raw, headers)
-        self._open.append(request)
+        self._open.append((engine.role, request))
         return Sent(engine, request, len(body), plan.fields)
 
     async def answer(self, sent: Sent) -> Response:
@@ -56,14 +56,14 @@ class Legs:
             if news is not None:
                 await news
             response = await request.answer()
-            self._open.remove(request)
+            self._open.remove((engine.role, request))
         except LegFailed as error:
             if error.code == PeerUnreachable.code:
                 self._services.pool.suspect(engine, error.message)
             else:
                 self._services.pool.refresh(engine)
             raise
-        self._responses.append(response)
+        self._responses.append((engine.role, response))
         if response.status != 200:
             refused = await engine_error(engine.role, engine.url, response)
             refused.body = recounted(refused.body, sent.fields, sent.asked)
@@ -83,18 +83,21 @@ class Legs:
     def taken(self, sent: Sent, response: Response) -> bytes:
         """What has come of the answer that is `here`."""
         sent.request.take()
-        self._open.remove(sent.request)
-        self._responses.append(response)
+        self._open.remove((sent.engine.role, sent.request))
+        self._responses.append((sent.engine.role, response))
         return response.take()
 
     async def ask(self, engine: Engine, route: str, raw: bytes) -> Response:
         """Something beside the legs. The answer once its head is there. Raises `LegFailed`."""
         response = await self._services.upstream.post(engine.role, engine.url, route, raw, self.headers)
-        self._responses.append(response)
+        self._responses.append((engine.role, response))
         return response
 
-    def close(self) -> None:
-        for request in self._open:
-            request.drop()
-        for response in self._responses:
-            response.close()
+    def close(self, role: Role | None = None) -> None:
+        """All, or what was asked of one side."""
+        for side, request in self._open:
+            if role in (None, side):
+                request.drop()
+        for side, response in self._responses:
+            if role in (None, side):
+                response.close()

@@ -211,7 +211,9 @@ async def engine_error(side: str, base: str, response: Response) -> LegFailed:
     try:
         body, cut = await response.read(MAX_ERROR_BYTES)
     except Broken as error:
-        return broken(side, base, error, "in the middle of its error")
+        failed = broken(side, base, error, "in the middle of its error")
+        failed.silent = False
+        return failed
     finally:
         response.close()
     if response.status < 400:
