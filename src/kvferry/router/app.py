@@ -235,7 +235,7 @@ class Router:
         if method == "POST" and path in openai.ROUTES:
             raise Refusal(400, "invalid_path", f"{request.raw_path[:100]!r}: write it as {path}")
         if method in allowed or (method == "OPTIONS" and allowed and path not in OWN):
-            if self.services.render is not None and path in render_passage.POST and method == "POST":
+            if self.services.render is not None and path in passage.TEXT and method == "POST":
                 return await render_passage.one_worker(self.services, self.services.render, request)
             asks = passage.stored if passage.STORED.fullmatch(path) and path not in passage.POST else passage.one_engine
             return await asks(self.services, request)

@@ -47,8 +47,6 @@ Result = TypeVar("Result")
 
 PREFILL_TAIL_S = 10.0
 """An answer that D gave whole waits this long for P's, whose usage it carries; P ended long before, if it lives."""
-
-
 LAST_WORD_S = 1.0
 """P is heard out for so long when all is over."""
 GROWS_BY = 16
@@ -185,9 +183,7 @@ class Exchange:
             return await self._go_on(begun, self._dialect)
         if not self._dialect.concurrent:
             returned = prefill.result().get("kv_transfer_params")
-            return await self._start(
-                self._decode_answer(self._decode_leg(self._decode_params(self._dialect, returned)))
-            )
+            return await self._decode(self._decode_params(self._dialect, returned))
         sent = self._decode_leg(self._decode_params(self._dialect, None))
         answer = await self._opening(sent, prefill)
         if answer is None:
@@ -223,7 +219,7 @@ class Exchange:
         part = first_token.decode_part(self._part, begun.token)
         params = self._decode_params(dialect, begun.reply.get("kv_transfer_params"))
         self.note("begun")
-        decode = self._start(self._decode_answer(self._decode_leg(params, part)))
+        decode = self._decode(params, part)
         if not self._plan.stream:
             answer = await decode
             body = first_token.joined(self._part, begun, answer.body)
@@ -303,8 +299,7 @@ class Exchange:
             return await prefill
         except LegFailed as error:
             if _refused(error) and dialect.side_channel and self.bound:
-                sent = self._decode_leg(self._decode_params(dialect, None))
-                await self._own_words(self._start(self._decode_answer(sent)))
+                await self._own_words(self._decode(self._decode_params(dialect, None)))
             raise
 
     async def prefilled(self) -> Body | None:
@@ -474,6 +469,10 @@ class Exchange:
         self._services.metrics.pd_decode_requests.labels(self.decode.url).inc()
         body = decode_body(self._plan, part or self._part, params)
         return self._legs.send(self._plan, self._placed["decode"], body)
+
+    def _decode(self, params: Params, part: Body | None = None) -> asyncio.Task[Answer]:
+        """Asked of D, whose answer need not be met in the moment in which it comes."""
+        return self._start(self._decode_answer(self._decode_leg(params, part)))
 
     async def _decode_answer(self, sent: Sent) -> Answer:
         engine, metrics = self.decode, self._services.metrics

@@ -17,7 +17,7 @@ from kvferry.router.requests import openai
 from kvferry.router.requests.edits import dump
 from kvferry.router.services import Services
 
-POST = (
+TEXT = (
     "/tokenize",
     "/detokenize",
     "/v1/completions/render",
@@ -25,6 +25,10 @@ POST = (
     "/v1/chat/completions/render",
     "/v1/chat/completions/derender",
     "/v1/responses/render",
+)
+"""Text and tokens: a render worker's, where there is one."""
+POST = (
+    *TEXT,
     "/v1/messages/render",
     "/v1/messages/count_tokens",
     "/v1/embeddings",

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from kvferry.errors import KVFerryError
 from kvferry.router.dispatch.dispatch import Answer, Exchange
-from kvferry.router.http.connection import joined
 from kvferry.router.http.server import Request
 from kvferry.router.http.sse import Watcher
 from kvferry.router.http.stream import Stream
@@ -45,7 +44,7 @@ async def relay(
     held: list[bytes] = []
 
     def sink(pieces: list[bytes]) -> bool:
-        read = joined(pieces)
+        read = b"".join(pieces)
         if exchange.saw(watcher, read, pieces):
             first_token()
         if edits is None or edits.plain(read):

@@ -28,10 +28,6 @@ Sink = Callable[[list[bytes]], bool]
 ends the answer as broken."""
 
 
-def joined(pieces: list[bytes]) -> bytes:
-    return b"".join(pieces) if len(pieces) > 1 else pieces[0]
-
-
 class Broken(Exception):
     """The connection ended, or spoke no HTTP, before the answer was whole."""
 

@@ -13,7 +13,6 @@ from kvferry.errors import EngineError
 from kvferry.router.dispatch.dispatch import Answer, Exchange
 from kvferry.router.dispatch.relay import ended, rest_of
 from kvferry.router.engines.pool import Engine
-from kvferry.router.http.connection import joined
 from kvferry.router.http.upstream import pipe
 from kvferry.router.render.answers import SIDE, Said, facts
 from kvferry.router.render.chunks import Chunks
@@ -113,7 +112,7 @@ class Feed:
 
         def sink(pieces: list[bytes]) -> bool:
             nonlocal failed
-            read = joined(pieces)
+            read = b"".join(pieces)
             exchange.saw(watcher, read, pieces)
             try:
                 self._add(chunks.take(read))

@@ -14,16 +14,6 @@ from kvferry.router.render.tier import MOST_LOSSES, Tier
 from kvferry.router.replies import LegFailed
 from kvferry.router.services import Services
 
-POST = (
-    "/tokenize",
-    "/detokenize",
-    "/v1/completions/render",
-    "/v1/completions/derender",
-    "/v1/chat/completions/render",
-    "/v1/chat/completions/derender",
-    "/v1/responses/render",
-)
-
 
 async def one_worker(services: Services, tier: Tier, request: web.Request) -> web.StreamResponse:
     """Raises `RenderUnavailable`, or takes an engine where that is allowed."""
